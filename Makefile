@@ -1,0 +1,54 @@
+# What a newcomer types: make demo, make test. Everything else is for developers (make help).
+SHELL := /bin/bash
+BUILD ?= build
+JOBS  ?= $(shell nproc)
+GENERATOR := $(if $(shell command -v ninja),-G Ninja)
+CMAKE_FLAGS ?=
+
+.PHONY: help setup configure build demo test bench sanitize tsan format clean
+
+help:
+	@echo "make demo      set up, build, run examples/writer_editor.yaml --compare"
+	@echo "make test      set up, build, run all tests"
+	@echo "make setup     system packages, ggml and libllama, the default model (once, into a cache folder)"
+	@echo "make build     the program: $(BUILD)/qkvshare"
+	@echo "make bench     what a handoff costs, against libllama (bench handoff)"
+	@echo "make sanitize  unit tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make tsan      thread tests under ThreadSanitizer"
+	@echo "make format    clang-format over the tree"
+
+setup:
+	@bash scripts/setup.sh
+
+configure: setup
+	@cmake -S . -B $(BUILD) $(GENERATOR) -Wno-dev $(CMAKE_FLAGS) > $(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@rm -f $(BUILD).log
+
+build: configure
+	@cmake --build $(BUILD) -j $(JOBS) --target qkvshare
+
+demo: build
+	@$(BUILD)/qkvshare run examples/writer_editor.yaml --compare
+
+test: configure
+	@cmake --build $(BUILD) -j $(JOBS)
+	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+
+bench: build
+	@$(BUILD)/qkvshare bench handoff --context 1024,4096,8192
+
+sanitize: setup
+	@cmake -S . -B $(BUILD)-asan $(GENERATOR) -Wno-dev -DQKV_SANITIZE=address,undefined $(CMAKE_FLAGS) > /dev/null
+	@cmake --build $(BUILD)-asan -j $(JOBS)
+	@ctest --test-dir $(BUILD)-asan --output-on-failure --no-tests=error -LE slow
+
+tsan: setup
+	@cmake -S . -B $(BUILD)-tsan $(GENERATOR) -Wno-dev -DQKV_SANITIZE=thread $(CMAKE_FLAGS) > /dev/null
+	@cmake --build $(BUILD)-tsan -j $(JOBS) --target segment_test attention_test broker_test
+	@ctest --test-dir $(BUILD)-tsan --output-on-failure --no-tests=error -R '^(segment|attention|broker)\.'
+
+format:
+	@git ls-files '*.h' '*.cc' | xargs clang-format -i
+
+clean:
+	@rm -rf build build-*

@@ -1,0 +1,488 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+#include <numbers>
+
+#include "qkv/attention/attention.h"
+#include "qkv/attention/scratch.h"
+#include "qkv/codec/blocks.h"
+#include "qkv/codec/half.h"
+
+// Without SSE4 the scalar code runs. SVE's vectors have no fixed size, which register tiles need; such CPUs have NEON.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "qkv/attention/attend.cc"
+#include "hwy/foreach_target.h"  // before highway.h
+#include "hwy/highway.h"
+
+#include "qkv/attention/panels-inl.h"
+#if HWY_TARGET != HWY_SCALAR
+#include "qkv/attention/codes-inl.h"
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace qkv::attention {
+namespace HWY_NAMESPACE {
+namespace {
+
+// One page as an item sees it.
+struct PageBlocks {
+  CodecPair codecs;
+  const std::byte* k = nullptr;
+  const std::byte* v = nullptr;
+  int first_key = 0;
+  int tokens = 0;
+};
+
+#ifndef AHEAD
+#define AHEAD 1
+#endif
+constexpr int kPagesAhead = AHEAD;
+
+class ItemRun {
+ public:
+  ItemRun(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q, int item,
+          std::byte* scratch)
+      : plan_(plan),
+        pages_(pages),
+        geometry_{n_layers, plan.shape.n_kv_heads, plan.shape.head_dim},
+        layer_(layer),
+        item_(plan.ItemAt(item)),
+        dim_(static_cast<size_t>(plan.shape.head_dim)),
+        rows_(static_cast<size_t>(item_.n_queries * plan.group())),
+        few_(plan.tile_rows() <= kFewRows),
+        blocks_(rows_),
+        x_(plan, scratch) {
+    PackQueries(q);
+    std::fill_n(x_.outputs, rows_ * dim_, 0.0f);
+    std::fill_n(x_.sums, rows_ * kMaxLanes, 0.0f);
+    const size_t padded_rows = hwy::RoundUpTo(rows_, kMaxLanes);
+    std::fill_n(x_.maxima, padded_rows, kNoMaximum);
+    std::fill_n(x_.group_maxima, padded_rows, kNoMaximum);
+  }
+
+  void Run() {
+    // Tokens before `all_see` are visible to every query of the tile, tokens from `none_sees` on to none.
+    const int all_see = plan_.n_keys - plan_.n_queries + item_.first_query + 1;
+    const int none_sees = all_see + item_.n_queries - 1;
+    const int group_pages = few_ ? 1 : kGroupPages;
+
+    PageCursor cursor{item_.first_page, item_.first_key, {}, PageLayout(geometry_, {})};
+    PageBlocks queue[kGroupPages + kPagesAhead];
+    int queued = 0;
+    while (true) {
+      while (queued < group_pages + kPagesAhead && Next(cursor, none_sees, queue[queued])) ++queued;
+      if (queued == 0) break;
+      const int n = std::min(queued, group_pages);
+      const PageBlocks* ahead = n - 1 + kPagesAhead < queued ? &queue[n - 1 + kPagesAhead] : nullptr;
+      for (int i = 0; i < n; ++i) Scores(queue[i], static_cast<size_t>(i), ahead);
+      for (int i = 0; i < n; ++i) {
+        if (queue[i].tokens < kPageTokens || queue[i].first_key + kPageTokens > all_see) {
+          Mask(queue[i], static_cast<size_t>(i), all_see);
+        }
+      }
+      SoftmaxStep(rows_, static_cast<size_t>(n * kPageTokens), x_);
+      Values(queue, static_cast<size_t>(n), ahead);
+      queued -= n;
+      std::copy_n(queue + n, queued, queue);
+    }
+  }
+
+  void WriteOutputs(float* out) const {
+    const DF d;
+    for (size_t row = 0; row < rows_; ++row) {
+      const VF inverse = hn::Set(d, 1.0f / Sum(row));
+      float* to = out + Position(row) * dim_;
+      for (size_t c = 0; c < dim_; c += kLanes) {
+        hn::StoreU(hn::Mul(hn::LoadU(d, x_.outputs + row * dim_ + c), inverse), d, to + c);
+      }
+    }
+  }
+
+  void WritePartials(float* partials) const {
+    const size_t tile_rows = static_cast<size_t>(plan_.tile_rows());
+    std::memcpy(partials, x_.maxima, rows_ * sizeof(float));
+    for (size_t row = 0; row < rows_; ++row) partials[tile_rows + row] = Sum(row);
+    std::memcpy(partials + 2 * tile_rows, x_.outputs, rows_ * dim_ * sizeof(float));
+  }
+
+ private:
+  struct PageCursor {
+    int page;
+    int first_key;
+    CodecPair codecs;   // of `layout`
+    PageLayout layout;
+  };
+
+  // The next page of the chunk that some query of the tile sees.
+  bool Next(PageCursor& cursor, int none_sees, PageBlocks& result) const {
+    if (cursor.page == item_.first_page + item_.n_pages || cursor.first_key >= none_sees) return false;
+    const PageRef& page = pages_[static_cast<size_t>(cursor.page)];
+    if (page.codecs != cursor.codecs) {
+      cursor.codecs = page.codecs;
+      cursor.layout = PageLayout(geometry_, page.codecs);
+    }
+    result = {page.codecs, page.data + cursor.layout.BlockOffset(Side::kK, layer_, item_.kv_head),
+              page.data + cursor.layout.BlockOffset(Side::kV, layer_, item_.kv_head), cursor.first_key, page.tokens};
+    cursor.first_key += page.tokens;
+    ++cursor.page;
+    return true;
+  }
+
+  // Index of a row's vector in q and out.
+  size_t Position(size_t row) const {
+    const size_t group = static_cast<size_t>(plan_.group());
+    return (static_cast<size_t>(item_.first_query) + row / group) * static_cast<size_t>(plan_.shape.n_heads) +
+           static_cast<size_t>(item_.kv_head) * group + row % group;
+  }
+
+  float Sum(size_t row) const {
+    const DF d;
+    return hn::GetLane(hn::SumOfLanes(d, hn::LoadU(d, x_.sums + row * kMaxLanes)));
+  }
+
+  // The softmax works in powers of two; its factor goes into the queries.
+  void PackQueries(const float* q) {
+    const float factor = plan_.shape.scale * std::numbers::log2e_v<float>;
+    for (size_t block = 0; block < blocks_.count; ++block) {
+      const size_t first = blocks_.First(block), count = blocks_.Count(block);
+      for (size_t r = 0; r < count; ++r) {
+        const float* from = q + Position(first + r) * dim_;
+        float* to = x_.q + first * dim_ + r;
+        for (size_t c = 0; c < dim_; ++c) to[c * count] = from[c] * factor;
+        if (!few_) continue;
+        for (size_t c = 0; c < dim_; ++c) x_.q_rows[(first + r) * dim_ + c] = from[c] * factor;
+      }
+    }
+  }
+
+  void Mask(const PageBlocks& page, size_t slot, int all_see) const {
+    const size_t group = static_cast<size_t>(plan_.group());
+    for (size_t row = 0; row < rows_; ++row) {
+      const int visible = std::clamp(all_see + static_cast<int>(row / group) - page.first_key, 0, page.tokens);
+      float* scores = x_.scores + row * kScoreStride + slot * kPageTokens;
+      std::fill(scores + visible, scores + kPageTokens, -std::numeric_limits<float>::infinity());
+    }
+  }
+
+  template <class T>
+  void PanelScores(const T* k, const std::byte* ahead, size_t slot) const {
+    for (size_t block = 0; block < blocks_.count; ++block) {
+      const size_t first = blocks_.First(block);
+      RunWithRows<ScoresOfPanel>(blocks_.Count(block), x_.q + first * dim_, k, ahead, dim_,
+                                 x_.scores + first * kScoreStride + slot * kPageTokens);
+    }
+  }
+
+  template <class T>
+  void PanelValues(const T* v, const std::byte* ahead, size_t n_tokens) const {
+    for (size_t block = 0; block < blocks_.count; ++block) {
+      const size_t first = blocks_.First(block);
+      RunWithRows<ValuesOfPanel>(blocks_.Count(block), x_.scores + first * kScoreStride, v, ahead, n_tokens, dim_,
+                                 x_.keep + first, x_.gain + first, x_.outputs + first * dim_);
+    }
+  }
+
+  void Scores(const PageBlocks& page, size_t slot, const PageBlocks* next) {
+    if (few_ && ScoresOfCodes(page, next)) return;
+    CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel);
+    PanelScores(x_.k_panel, nullptr, slot);
+  }
+
+  void Values(const PageBlocks* group, size_t n, const PageBlocks* next) {
+    if (few_ && ValuesOfCodes(group[0], next)) return;
+    for (size_t i = 0; i < n; ++i) {
+      CodecOf(group[i].codecs.v)
+          .unpack(Side::kV, group[i].v, plan_.shape.head_dim, x_.v_panel + i * kPageTokens * dim_);
+    }
+    PanelValues(x_.v_panel, nullptr, n * kPageTokens);
+  }
+
+#if HWY_TARGET == HWY_SCALAR
+  bool ScoresOfCodes(const PageBlocks&, const PageBlocks*) { return false; }
+  bool ValuesOfCodes(const PageBlocks&, const PageBlocks*) { return false; }
+#else
+  // What the kernels' own prefetching leaves out: the scales behind a block's codes.
+  static void PrefetchScales(const std::byte* block, CodecId codec, int head_dim) {
+    if (codec == CodecId::kF16) return;
+    const bool i4 = codec == CodecId::kI4 || codec == CodecId::kI4Z;
+    const size_t first = i4 ? blocks::I4ScaleOffset(head_dim) : blocks::I8ScaleOffset(head_dim);
+    for (size_t i = first; i < blocks::BlockBytes(codec, head_dim); i += 64) __builtin_prefetch(block + i, 0, 3);
+  }
+
+  // Quantizes the queries, times channel_scale if there is one, to 16 bits and returns the step of each row.
+  template <class Place>
+  void QuantizeQueries(const float* channel_scale, float* scale, const Place& place) const {
+    for (size_t block = 0; block < blocks_.count; ++block) {
+      const size_t first = blocks_.First(block), count = blocks_.Count(block);
+      for (size_t row = first; row < first + count; ++row) {
+        const float* values = x_.q_rows + row * dim_;
+        const float magnitude = Magnitude(values, channel_scale, dim_);
+        scale[row] = magnitude / kFullScale;
+        QuantizeProduct(values, channel_scale, magnitude > 0 ? kFullScale / magnitude : 0, dim_, x_.q_line);
+        place(row, count, first * dim_ / 2 + row - first);
+      }
+    }
+  }
+
+  int32_t Pair(size_t channel, size_t distance) const {
+    const int16_t pair[2] = {x_.q_line[channel], x_.q_line[channel + distance]};
+    return ValuesOfI8::PairAt(pair);
+  }
+
+  void QuantizeForI8(const float* channel_scale, int32_t* to, float* scale) const {
+    QuantizeQueries(channel_scale, scale, [&](size_t, size_t count, size_t at) {
+      for (size_t c = 0; c < dim_; c += 2) to[at + c / 2 * count] = Pair(c, 1);
+    });
+  }
+
+  void QuantizeForI4() const {
+    std::fill_n(x_.channel_scale, dim_, 1.0f);
+    QuantizeQueries(x_.channel_scale, x_.q_i4_scale, [&](size_t row, size_t count, size_t at) {
+      for (size_t c = 0; c < dim_ / 2; c += 4) {
+        int32_t* pairs = x_.q_i4 + at + c * count;
+        pairs[0] = Pair(c, 2);
+        pairs[count] = Pair(dim_ / 2 + c, 2);
+        pairs[2 * count] = Pair(c + 1, 2);
+        pairs[3 * count] = Pair(dim_ / 2 + c + 1, 2);
+      }
+      for (size_t g = 0; g < dim_ / 32; ++g) {
+        int sum = 0;
+        for (size_t c = 0; c < 32; ++c) sum += x_.q_line[32 * g + c];
+        x_.q_i4_sums[row * kMaxI4Groups + g] = static_cast<float>(sum);
+      }
+    });
+  }
+
+  static void LoadHalves(const std::byte* from, size_t n, float* to) {
+    const auto* halves = reinterpret_cast<const hwy::float16_t*>(from);
+    for (size_t i = 0; i < n; i += kLanes) hn::StoreU(LoadOperand(halves + i), DF(), to + i);
+  }
+  static void LoadHalf(const std::byte* from, size_t n, float* to) {
+    uint16_t half;
+    std::memcpy(&half, from, sizeof half);
+    std::fill_n(to, n, FloatFromHalf(half));
+  }
+
+  // false: no kernel for this codec and head dim.
+  bool ScoresOfCodes(const PageBlocks& page, const PageBlocks* next) {
+    const CodecId codec = page.codecs.k;
+    const int head_dim = plan_.shape.head_dim;
+    const std::byte* ahead = next != nullptr ? next->k : page.k;
+    if (next != nullptr) PrefetchScales(next->k, next->codecs.k, head_dim);
+    switch (codec) {
+      case CodecId::kF16:
+        PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), ahead, 0);
+        return true;
+      case CodecId::kI8:
+      case CodecId::kI8Channel:
+      case CodecId::kI8Tensor: {
+        const std::byte* scales = page.k + blocks::I8ScaleOffset(head_dim);
+        const int32_t* q = x_.q_i8;
+        const float* q_scale = x_.q_i8_scale;
+        if (codec == CodecId::kI8Channel) {
+          LoadHalves(scales, dim_, x_.channel_scale);
+          QuantizeForI8(x_.channel_scale, x_.q_channel, x_.q_channel_scale);
+          std::fill_n(x_.token_scale, kPageTokens, 1.0f);
+          q = x_.q_channel;
+          q_scale = x_.q_channel_scale;
+        } else {
+          if (!q_i8_ready_) {
+            std::fill_n(x_.channel_scale, dim_, 1.0f);
+            QuantizeForI8(x_.channel_scale, x_.q_i8, x_.q_i8_scale);
+            q_i8_ready_ = true;
+          }
+          codec == CodecId::kI8 ? LoadHalves(scales, kPageTokens, x_.token_scale)
+                                : LoadHalf(scales, kPageTokens, x_.token_scale);
+        }
+        for (size_t block = 0; block < blocks_.count; ++block) {
+          const size_t first = blocks_.First(block);
+          RunWithRows<ScoresOfI8>(blocks_.Count(block), q + first * dim_ / 2,
+                                  reinterpret_cast<const int8_t*>(page.k), ahead, dim_, q_scale + first, x_.token_scale,
+                                  x_.scores + first * kScoreStride);
+        }
+        return true;
+      }
+      case CodecId::kI4:
+      case CodecId::kI4Z:
+        if (dim_ % 64 != 0) return false;
+        if (!q_i4_ready_) {
+          QuantizeForI4();
+          q_i4_ready_ = true;
+        }
+        for (size_t block = 0; block < blocks_.count; ++block) {
+          const size_t first = blocks_.First(block);
+          RunWithRows<ScoresOfI4>(
+              blocks_.Count(block), x_.q_i4 + first * dim_ / 2, page.k, ahead, dim_, codec == CodecId::kI4Z,
+              x_.q_i4_scale + first, x_.q_i4_sums + first * kMaxI4Groups,
+              reinterpret_cast<const hwy::float16_t*>(page.k + blocks::I4ScaleOffset(head_dim)),
+              x_.scores + first * kScoreStride);
+        }
+        return true;
+    }
+    return false;
+  }
+
+  // Weights times the scales of their tokens, to 16 bits; the step of each row goes to weight_scale.
+  void QuantizeWeights() const {
+    const float magnitude = Magnitude(x_.token_scale, kPageTokens);
+    const float factor = magnitude > 0 ? kFullScale / magnitude : 0;
+    for (size_t row = 0; row < rows_; ++row) {
+      QuantizeProduct(x_.scores + row * kScoreStride, x_.token_scale, factor, kPageTokens,
+                      x_.weights + row * kPageTokens);
+      x_.weight_scale[row] = x_.gain[row] * (magnitude / kFullScale);
+    }
+  }
+
+  bool ValuesOfCodes(const PageBlocks& page, const PageBlocks* next) {
+    const CodecId codec = page.codecs.v;
+    const int head_dim = plan_.shape.head_dim;
+    const std::byte* ahead = next != nullptr ? next->v : page.v;
+    if (next != nullptr) PrefetchScales(next->v, next->codecs.v, head_dim);
+    switch (codec) {
+      case CodecId::kF16:
+        PanelValues(reinterpret_cast<const hwy::float16_t*>(page.v), ahead, kPageTokens);
+        return true;
+      case CodecId::kI8:
+      case CodecId::kI8Channel:
+      case CodecId::kI8Tensor: {
+        const std::byte* scales = page.v + blocks::I8ScaleOffset(head_dim);
+        if (codec == CodecId::kI8) LoadHalves(scales, kPageTokens, x_.token_scale);
+        if (codec == CodecId::kI8Tensor) LoadHalf(scales, kPageTokens, x_.token_scale);
+        if (codec == CodecId::kI8Channel) std::fill_n(x_.token_scale, kPageTokens, 1.0f);
+        const auto* channel_scale = codec == CodecId::kI8Channel ? reinterpret_cast<const hwy::float16_t*>(scales) : nullptr;
+        QuantizeWeights();
+        for (size_t block = 0; block < blocks_.count; ++block) {
+          const size_t first = blocks_.First(block);
+          RunWithRows<ValuesOfI8>(blocks_.Count(block), x_.weights + first * kPageTokens,
+                                  reinterpret_cast<const int8_t*>(page.v), ahead, dim_, x_.keep + first,
+                                  x_.weight_scale + first,
+                                  channel_scale, x_.outputs + first * dim_);
+        }
+        return true;
+      }
+      case CodecId::kI4:
+      case CodecId::kI4Z:
+        if (dim_ % 64 != 0) return false;
+        for (size_t g = 0; g < dim_ / 32; ++g) {
+          LoadHalves(page.v + blocks::I4ScaleOffset(head_dim) + g * 64, kPageTokens, x_.token_scale);
+          QuantizeWeights();
+          SumMinima(codec == CodecId::kI4Z ? page.v + blocks::I4MinOffset(head_dim) + g * 64 : nullptr);
+          for (size_t block = 0; block < blocks_.count; ++block) {
+            const size_t first = blocks_.First(block);
+            RunWithRows<ValuesOfI4>(blocks_.Count(block), x_.weights + first * kPageTokens, page.v + g * 128, ahead + g * 128, dim_,
+                                    static_cast<int16_t>(codec == CodecId::kI4 ? 8 : 0), x_.keep + first,
+                                    x_.weight_scale + first, x_.base + first, x_.outputs + first * dim_ + g * 32);
+          }
+        }
+        return true;
+    }
+    return false;
+  }
+
+  // base = gain * sum of weight * minimum over a page's tokens, 0 without minima.
+  void SumMinima(const std::byte* minima) const {
+    if (minima == nullptr) {
+      std::fill_n(x_.base, rows_, 0.0f);
+      return;
+    }
+    const DF d;
+    for (size_t row = 0; row < rows_; ++row) {
+      VF sum = hn::Zero(d);
+      for (size_t t = 0; t < kPageTokens; t += kLanes) {
+        sum = hn::MulAdd(hn::LoadU(d, x_.scores + row * kScoreStride + t),
+                         LoadOperand(reinterpret_cast<const hwy::float16_t*>(minima) + t), sum);
+      }
+      x_.base[row] = x_.gain[row] * hn::GetLane(hn::SumOfLanes(d, sum));
+    }
+  }
+
+  bool q_i8_ready_ = false;
+  bool q_i4_ready_ = false;
+#endif
+
+  const AttentionPlan& plan_;
+  std::span<const PageRef> pages_;
+  Geometry geometry_;
+  int layer_;
+  AttentionPlan::Item item_;
+  size_t dim_;
+  size_t rows_;
+  bool few_;
+  RowBlocks blocks_;
+  Scratch x_;
+};
+
+void AttendItem(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q,
+                int item, std::byte* scratch, float* partials, float* out) {
+  ItemRun run(plan, pages, n_layers, layer, q, item, scratch);
+  run.Run();
+  if (plan.n_chunks == 1) {
+    run.WriteOutputs(out);
+  } else {
+    run.WritePartials(partials + plan.item_partial_floats() * static_cast<size_t>(item));
+  }
+}
+
+void MergeItem(const AttentionPlan& plan, const float* partials, int item, float* out) {
+  const DF d;
+  const size_t dim = static_cast<size_t>(plan.shape.head_dim);
+  const size_t tile_rows = static_cast<size_t>(plan.tile_rows());
+  const int kv_head = item % plan.shape.n_kv_heads;
+  const int tile = item / plan.shape.n_kv_heads;
+  const AttentionPlan::Item first = plan.ItemAt(plan.ItemIndex(kv_head, tile, 0));
+  const auto chunk_partials = [&](int chunk) {
+    return partials + plan.item_partial_floats() * static_cast<size_t>(plan.ItemIndex(kv_head, tile, chunk));
+  };
+  const size_t group = static_cast<size_t>(plan.group());
+  const size_t rows = static_cast<size_t>(first.n_queries) * group;
+  for (size_t row = 0; row < rows; ++row) {
+    float maximum = kNoMaximum;
+    for (int chunk = 0; chunk < plan.n_chunks; ++chunk) maximum = std::max(maximum, chunk_partials(chunk)[row]);
+    float* to = out + ((static_cast<size_t>(first.first_query) + row / group) * plan.shape.n_heads + kv_head * group +
+                       row % group) * dim;
+    std::fill_n(to, dim, 0.0f);
+    float sum = 0;
+    for (int chunk = 0; chunk < plan.n_chunks; ++chunk) {
+      const float* p = chunk_partials(chunk);
+      const VF weight = Exp2(hn::Set(d, p[row] - maximum));
+      sum += hn::GetLane(weight) * p[tile_rows + row];
+      const float* from = p + 2 * tile_rows + row * dim;
+      for (size_t c = 0; c < dim; c += kLanes) {
+        hn::StoreU(hn::MulAdd(weight, hn::LoadU(d, from + c), hn::LoadU(d, to + c)), d, to + c);
+      }
+    }
+    const VF inverse = hn::Set(d, 1.0f / sum);
+    for (size_t c = 0; c < dim; c += kLanes) hn::StoreU(hn::Mul(hn::LoadU(d, to + c), inverse), d, to + c);
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace qkv::attention
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace qkv {
+namespace attention {
+HWY_EXPORT(AttendItem);
+HWY_EXPORT(MergeItem);
+}  // namespace attention
+
+void Attend(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q, int item,
+            std::byte* scratch, float* partials, float* out) {
+  QKV_CHECK(static_cast<int>(pages.size()) == plan.n_pages && layer >= 0 && layer < n_layers);
+  QKV_CHECK(item >= 0 && item < plan.n_attend_items());
+  using namespace attention;  // HWY_DYNAMIC_DISPATCH takes an unqualified name
+  HWY_DYNAMIC_DISPATCH(AttendItem)(plan, pages, n_layers, layer, q, item, scratch, partials, out);
+}
+
+void Merge(const AttentionPlan& plan, const float* partials, int item, float* out) {
+  QKV_CHECK(item >= 0 && item < plan.n_merge_items());
+  using namespace attention;
+  HWY_DYNAMIC_DISPATCH(MergeItem)(plan, partials, item, out);
+}
+
+}  // namespace qkv
+#endif  // HWY_ONCE

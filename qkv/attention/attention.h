@@ -1,0 +1,90 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Causal attention of new queries over encoded pages, without ever decoding a context as a whole (DESIGN §6).
+//
+// A step's work is cut into items (KV head x tile of queries x chunk of pages) by a plan that depends on shapes only,
+// never on the number of threads: any thread may run any item, and results are the same bits every time. Chunks of one
+// row are merged in order by (maximum, sum, output), the online softmax of Milakov and Gimelshein (arXiv:1805.02867) and
+// flash-decoding's split.
+//
+// Everything here is a pure function over caller-owned memory. Pages are only read. Threads may run different items of
+// one step at once; all attend items of a step must be done before its merge items start. Same bits on one CPU: another
+// vector width (AVX2, AVX-512, NEON) sums in another order.
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "qkv/segment/layout.h"
+
+namespace qkv {
+
+inline constexpr int kMaxQueryGroup = 16;  // query heads per KV head
+
+struct AttentionShape {
+  int n_heads = 0;
+  int n_kv_heads = 0;  // divides n_heads; n_heads / n_kv_heads is 1..kMaxQueryGroup
+  int head_dim = 0;    // a multiple of 16 in [kMinHeadDim, kMaxHeadDim]
+  float scale = 0;     // of the scores, usually 1/sqrt(head_dim)
+};
+
+// One page of a context, K and V of all layers. Pages of a context are listed in order; the tail's pages (fp16, private
+// to the process) are the last ones.
+struct PageRef {
+  const std::byte* data = nullptr;
+  CodecPair codecs;
+  int tokens = 0;  // 1..32 visible
+};
+
+// Query i of n_queries stands at position n_keys - n_queries + i and sees keys 0..that position; n_keys is the sum of
+// the pages' tokens. One plan serves all layers of a step. REQUIRES: 1 <= n_queries <= n_keys.
+class AttentionPlan {
+ public:
+  AttentionPlan(const AttentionShape& shape, int n_queries, std::span<const PageRef> pages);
+
+  int n_attend_items() const { return shape.n_kv_heads * n_tiles * n_chunks; }
+  int n_merge_items() const { return n_chunks == 1 ? 0 : shape.n_kv_heads * n_tiles; }
+  size_t scratch_bytes() const;   // per thread, 64-byte aligned
+  size_t partial_floats() const;  // for the whole step; 0 when there is nothing to merge
+
+  // The rest is for the kernels and their tests.
+  struct Item {
+    int kv_head;
+    int first_query, n_queries;
+    int first_page, n_pages;  // may reach beyond what the tile's queries see
+    int first_key;            // of first_page
+  };
+  Item ItemAt(int item) const;
+  int ItemIndex(int kv_head, int tile, int chunk) const;
+  int group() const { return shape.n_heads / shape.n_kv_heads; }
+  // Query heads of one KV group times queries of one tile: the rows that share every load of a block.
+  int tile_rows() const { return tile_queries * group(); }
+  // One item's share of the partials: [tile_rows] maxima, [tile_rows] sums, [tile_rows][head_dim] outputs.
+  size_t item_partial_floats() const { return static_cast<size_t>(tile_rows()) * (shape.head_dim + 2); }
+
+  AttentionShape shape;
+  int n_queries = 0;
+  int n_keys = 0;
+  int n_pages = 0;
+  int tile_queries = 0;
+  int n_tiles = 0;
+  int chunk_pages = 0;
+  int n_chunks = 0;
+  std::vector<int> chunk_first_key;  // [n_chunks]
+};
+
+// q, out: [n_queries][n_heads][head_dim] fp32, q after RoPE. `pages` as given to the plan; `layer` of 0..n_layers-1
+// picks their blocks. Runs item `item` of 0..n_attend_items()-1. With one chunk it writes `out` itself, else `partials`.
+// NaN or infinity in a block or a query spoils that KV head's rows and nothing else.
+void Attend(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q, int item,
+            std::byte* scratch, float* partials, float* out);
+void Merge(const AttentionPlan& plan, const float* partials, int item, float* out);
+
+// The same in double precision over decoded blocks, one row at a time; for tests. out as above.
+void AttendReference(const AttentionShape& shape, std::span<const PageRef> pages, int n_layers, int layer, const float* q,
+                     int n_queries, float* out);
+
+}  // namespace qkv

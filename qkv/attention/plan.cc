@@ -1,0 +1,73 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "qkv/attention/attention.h"
+#include "qkv/attention/scratch.h"
+
+namespace qkv {
+namespace {
+
+// Enough items to keep 16 threads busy although they differ in length, and chunks long enough (512 tokens) that
+// preparing the queries and merging do not show.
+constexpr int kWantedItems = 48;
+constexpr int kMinChunkPages = 16;
+
+int DivideUp(int a, int b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const AttentionShape& shape, int n_queries, std::span<const PageRef> pages)
+    : shape(shape), n_queries(n_queries), n_pages(static_cast<int>(pages.size())) {
+  QKV_CHECK(shape.n_kv_heads > 0 && shape.n_heads > 0 && shape.n_heads % shape.n_kv_heads == 0);
+  QKV_CHECK(group() <= kMaxQueryGroup);
+  QKV_CHECK(shape.head_dim >= kMinHeadDim && shape.head_dim <= kMaxHeadDim && shape.head_dim % 16 == 0);
+  for (const PageRef& page : pages) {
+    QKV_CHECK(page.tokens >= 1 && page.tokens <= kPageTokens);
+    n_keys += page.tokens;
+  }
+  QKV_CHECK(n_queries >= 1 && n_queries <= n_keys);
+
+  n_tiles = DivideUp(n_queries, attention::kTileRows / group());
+  tile_queries = DivideUp(n_queries, n_tiles);
+  n_tiles = DivideUp(n_queries, tile_queries);
+
+  const int wanted_chunks = DivideUp(kWantedItems, shape.n_kv_heads * n_tiles);
+  chunk_pages = std::max(DivideUp(n_pages, wanted_chunks), kMinChunkPages);
+  chunk_pages = DivideUp(chunk_pages, attention::kGroupPages) * attention::kGroupPages;
+  n_chunks = DivideUp(n_pages, chunk_pages);
+
+  chunk_first_key.reserve(static_cast<size_t>(n_chunks));
+  int key = 0;
+  for (int page = 0; page < n_pages; ++page) {
+    if (page % chunk_pages == 0) chunk_first_key.push_back(key);
+    key += pages[static_cast<size_t>(page)].tokens;
+  }
+}
+
+size_t AttentionPlan::scratch_bytes() const { return attention::Scratch(*this, nullptr).bytes; }
+
+size_t AttentionPlan::partial_floats() const {
+  return n_chunks == 1 ? 0 : item_partial_floats() * static_cast<size_t>(n_attend_items());
+}
+
+// KV heads innermost: threads that take neighbouring items read neighbouring blocks. Later tiles, which see more keys,
+// come first, so that threads end at about the same time.
+AttentionPlan::Item AttentionPlan::ItemAt(int item) const {
+  const int chunk = item / shape.n_kv_heads % n_chunks;
+  const int tile = n_tiles - 1 - item / (shape.n_kv_heads * n_chunks);
+  Item result;
+  result.kv_head = item % shape.n_kv_heads;
+  result.first_query = tile * tile_queries;
+  result.n_queries = std::min(tile_queries, n_queries - result.first_query);
+  result.first_page = chunk * chunk_pages;
+  result.n_pages = std::min(chunk_pages, n_pages - result.first_page);
+  result.first_key = chunk_first_key[static_cast<size_t>(chunk)];
+  return result;
+}
+
+int AttentionPlan::ItemIndex(int kv_head, int tile, int chunk) const {
+  return ((n_tiles - 1 - tile) * n_chunks + chunk) * shape.n_kv_heads + kv_head;
+}
+
+}  // namespace qkv

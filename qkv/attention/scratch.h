@@ -1,0 +1,89 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One thread's working memory for one item, carved from the caller's buffer; private to this room. "Rows" are the
+// queries of a tile times the query heads of a KV group, query-major. Blocks of rows that a micro-kernel takes at once
+// lie behind each other: the block that starts at row r begins at element r * head_dim.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "qkv/attention/attention.h"
+
+namespace qkv::attention {
+
+// Rows per tile of a prefill: enough to pay for unpacking a block, few enough for scores and outputs to stay in L2.
+inline constexpr int kTileRows = 96;
+// Up to this many rows attention runs on the codes themselves, page by page; above, pages are unpacked to fp32 once for
+// all rows, four at a time.
+inline constexpr int kFewRows = 16;
+inline constexpr int kGroupPages = 4;
+inline constexpr int kScoreStride = kGroupPages * kPageTokens;
+inline constexpr int kMaxI4Groups = kMaxHeadDim / 32;
+inline constexpr int kMaxLanes = 16;  // fp32 lanes of the widest vector
+
+struct Scratch {
+  // With a null buffer only `bytes` is meaningful.
+  Scratch(const AttentionPlan& plan, std::byte* buffer) {
+    const size_t rows = static_cast<size_t>(plan.tile_rows());
+    const size_t dim = static_cast<size_t>(plan.shape.head_dim);
+    const bool few = plan.tile_rows() <= kFewRows;
+    const size_t padded_rows = (rows + kMaxLanes - 1) / kMaxLanes * kMaxLanes;
+    const auto carve = [&]<class T>(T*& pointer, size_t count) {
+      pointer = buffer == nullptr ? nullptr : reinterpret_cast<T*>(buffer + bytes);
+      bytes += (count * sizeof(T) + 63) / 64 * 64;
+    };
+    carve(q, rows * dim);
+    carve(scores, rows * kScoreStride);
+    carve(outputs, rows * dim);
+    carve(sums, rows * kMaxLanes);
+    for (float** row_values : {&maxima, &group_maxima, &keep, &gain, &weight_scale, &base}) carve(*row_values, padded_rows);
+    carve(k_panel, dim * kPageTokens);
+    carve(v_panel, dim * kPageTokens * (few ? 1 : kGroupPages));
+    if (!few) return;
+    carve(q_rows, rows * dim);
+    carve(q_i8, rows * dim);
+    carve(q_i8_scale, padded_rows);
+    carve(q_channel, rows * dim);
+    carve(q_channel_scale, padded_rows);
+    carve(q_i4, rows * dim);
+    carve(q_i4_scale, padded_rows);
+    carve(q_i4_sums, rows * kMaxI4Groups);
+    carve(q_line, dim);
+    carve(token_scale, kPageTokens);
+    carve(weights, rows * kPageTokens);
+    carve(channel_scale, dim);
+  }
+
+  size_t bytes = 0;
+
+  float* q = nullptr;             // times the shape's scale and log2(e): [head_dim][rows of the block] per block
+  float* scores = nullptr;        // [rows][kScoreStride]; after the softmax, weights relative to the group's maximum
+  float* outputs = nullptr;       // [rows][head_dim], not yet divided by the sum
+  float* sums = nullptr;          // [rows][kMaxLanes], one partial sum per vector lane
+  float* maxima = nullptr;        // [rows], so far
+  float* group_maxima = nullptr;  // [rows], of the current group of pages
+  float* keep = nullptr;          // [rows], what earlier outputs are multiplied with
+  float* gain = nullptr;          // [rows], what this group's outputs are multiplied with
+  float* weight_scale = nullptr;  // [rows], gain times the step of the quantized weights
+  float* base = nullptr;          // [rows], added to this group's outputs
+  float* k_panel = nullptr;       // [head_dim][32]
+  float* v_panel = nullptr;       // [32 or 128][head_dim]
+
+  // Few rows only. Quantized queries are signed 16-bit pairs of channels, in the order in which the codes lie.
+  float* q_rows = nullptr;           // as q, [rows][head_dim]
+  int32_t* q_i8 = nullptr;           // [head_dim / 2][rows of the block] per block
+  float* q_i8_scale = nullptr;       // [rows]
+  int32_t* q_channel = nullptr;      // as q_i8, with the current block's channel scales folded in
+  float* q_channel_scale = nullptr;  // [rows]
+  int32_t* q_i4 = nullptr;           // [head_dim / 8][4 nibbles][rows of the block] per block
+  float* q_i4_scale = nullptr;       // [rows]
+  float* q_i4_sums = nullptr;        // [rows][kMaxI4Groups], sums of the 16-bit values
+  int16_t* q_line = nullptr;         // [head_dim]
+  float* token_scale = nullptr;      // [32]
+  int16_t* weights = nullptr;        // [rows][32]
+  float* channel_scale = nullptr;    // [head_dim]
+};
+
+}  // namespace qkv::attention

@@ -1,0 +1,84 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/base/fd.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+namespace qkv {
+namespace {
+constexpr int kAllSeals = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+}
+
+void Fd::Reset() {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+Result<Fd> Fd::Duplicate() const {
+  const int fd = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) return ErrnoError("duplicate descriptor");
+  return Fd(fd);
+}
+
+Result<Fd> Fd::ReopenReadOnly() const {
+  const int fd = ::open(fmt::format("/proc/self/fd/{}", fd_).c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return ErrnoError("reopen descriptor read-only");
+  return Fd(fd);
+}
+
+Result<uint64_t> Fd::SizeBytes() const {
+  struct stat info {};
+  if (::fstat(fd_, &info) != 0) return ErrnoError("fstat");
+  return static_cast<uint64_t>(info.st_size);
+}
+
+Result<Mapping> Mapping::Map(const Fd& fd, Access access, uint64_t offset, size_t bytes) {
+  if (bytes == 0) return Err(Code::kInvalidArgument, "map: 0 bytes");
+  const int protection = access == Access::kReadOnly ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* data = ::mmap(nullptr, bytes, protection, MAP_SHARED, fd.get(), static_cast<off_t>(offset));
+  if (data == MAP_FAILED) return ErrnoError(fmt::format("map {} bytes", bytes));
+  Mapping mapping;
+  mapping.data_ = static_cast<std::byte*>(data);
+  mapping.bytes_ = bytes;
+  return mapping;
+}
+
+void Mapping::Reset() {
+  if (data_ != nullptr) ::munmap(std::exchange(data_, nullptr), std::exchange(bytes_, 0));
+}
+
+Result<Fd> CreateMemfd(const std::string& name) {
+  const int fd = ::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) return ErrnoError(fmt::format("create memory file '{}'", name));
+  return Fd(fd);
+}
+
+Result<Fd> SealedMemfd(const std::string& name, std::span<const std::byte> bytes) {
+  QKV_ASSIGN_OR_RETURN(Fd fd, CreateMemfd(name));
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t n = ::write(fd.get(), bytes.data() + done, bytes.size() - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return ErrnoError(fmt::format("write memory file '{}'", name));
+    done += static_cast<size_t>(n);
+  }
+  QKV_RETURN_IF_ERROR(Seal(fd));
+  return fd;
+}
+
+bool IsSealed(const Fd& fd) {
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  constexpr int kNeeded = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW;
+  return seals >= 0 && (seals & kNeeded) == kNeeded;
+}
+
+Status Seal(const Fd& fd) {
+  if (::fcntl(fd.get(), F_ADD_SEALS, kAllSeals) != 0) return ErrnoError("seal memory file");
+  return {};
+}
+
+}  // namespace qkv

@@ -1,0 +1,87 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A client's connection to a broker (docs/PROTOCOL.md). Every call has a deadline and returns an error instead of
+// hanging. Descriptors received are read-only, close-on-exec and owned by the caller: what was attached stays usable
+// when the broker, the producer or this connection goes away.
+//
+// One thread at a time may use a client. A client's leases end with its connection.
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "qkv/base/fd.h"
+
+namespace qkv {
+
+struct ContextInfo {
+  std::string id;
+  std::string name;
+  std::string model;       // the card's model name
+  std::string kv;          // codec pair of the first page's card entry, e.g. "i8"
+  uint64_t n_tokens = 0;
+  uint64_t bytes = 0;      // of the segments this context holds, shared ones included
+  int64_t producer_pid = 0;
+  int64_t created_unix_ms = 0;
+  int64_t expires_unix_ms = 0;  // 0: never
+  bool pinned = false;
+  uint32_t n_leases = 0;
+};
+
+struct BrokerStatus {
+  std::vector<ContextInfo> contexts;
+  uint64_t used_bytes = 0;    // every segment and card once, however many contexts share it
+  uint64_t budget_bytes = 0;
+  uint64_t generation = 0;    // random, new at every start of a broker
+};
+
+struct AttachedContext {
+  std::string id;
+  uint64_t lease = 0;
+  Fd card;
+  std::vector<Fd> segments;  // in the card's order
+};
+
+struct PublishOptions {
+  std::chrono::milliseconds ttl{0};  // 0: until released
+  bool pin = false;                  // never evicted to make room
+};
+
+class BrokerClient {
+ public:
+  static Result<std::unique_ptr<BrokerClient>> Connect(const std::string& socket_path,
+                                                       std::chrono::milliseconds deadline = std::chrono::seconds(5));
+  ~BrokerClient();
+  BrokerClient(const BrokerClient&) = delete;
+  BrokerClient& operator=(const BrokerClient&) = delete;
+
+  // The broker keeps its own duplicates; id and name are read from the card. A context of that id is replaced only by
+  // the same bytes (so a client may re-announce); one of that name, if held by another id, is taken over.
+  // Errors: kExhausted/pool_full, kInvalidArgument, kDenied, kPeerLost, kTimeout.
+  Status Publish(const Fd& card, std::span<const Fd* const> segments, const PublishOptions& options = {});
+
+  // By id or name. Errors: kNotFound/not_found, kIncompatible/expired, kPeerLost, kTimeout.
+  Result<AttachedContext> Attach(const std::string& id_or_name);
+  Status ReleaseLease(uint64_t lease);
+
+  // Forgets the context; whoever has it mapped keeps it.
+  Status Remove(const std::string& id_or_name);
+
+  Result<BrokerStatus> List();
+
+  // True once the broker has hung up; calls then fail with kPeerLost.
+  bool lost() const;
+
+ private:
+  struct Impl;
+  explicit BrokerClient(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace qkv

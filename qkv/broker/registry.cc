@@ -1,0 +1,260 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/broker/registry.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace qkv {
+namespace {
+
+constexpr size_t kRememberedExpired = 256;
+
+// Distinct files and their bytes.
+struct Footprint {
+  std::map<FileKey, uint64_t> files;
+  uint64_t bytes = 0;
+
+  void Add(std::span<const StoredFile> more) {
+    for (const StoredFile& file : more) {
+      if (files.emplace(file.key, file.bytes).second) bytes += file.bytes;
+    }
+  }
+};
+
+tl::unexpected<Error> NoSuchContext(std::string_view id_or_name) {
+  return Err(Code::kNotFound, Reason::kNotFound, "no context '{}'", id_or_name);
+}
+
+tl::unexpected<Error> NoSuchLease(uint64_t lease) {
+  return Err(Code::kNotFound, Reason::kNotFound, "no lease {} of this client", lease);
+}
+
+}  // namespace
+
+std::string_view EventName(Event::Kind kind) {
+  switch (kind) {
+    case Event::Kind::kCreated: return "created";
+    case Event::Kind::kPublished: return "published";
+    case Event::Kind::kAttached: return "attached";
+    case Event::Kind::kReleased: return "released";
+    case Event::Kind::kRemoved: return "removed";
+    case Event::Kind::kExpired: return "expired";
+    case Event::Kind::kEvicted: return "evicted";
+    case Event::Kind::kRefused: return "refused";
+  }
+  return "";
+}
+
+Status Registry::Publish(NewContext incoming, int64_t now_unix_ms) {
+  Expire(now_unix_ms);
+  ContextInfo& info = incoming.info;
+  if (info.expires_unix_ms != 0 && info.expires_unix_ms <= now_unix_ms) {
+    return Err(Code::kIncompatible, Reason::kExpired, "context '{}' expired {} ms ago", info.id,
+               now_unix_ms - info.expires_unix_ms);
+  }
+  std::erase_if(expired_, [&](const auto& gone) {
+    return gone.first == info.id || (!info.name.empty() && gone.second == info.name);
+  });
+  auto it = contexts_.find(info.id);
+  const bool is_new = it == contexts_.end();
+  if (is_new) {
+    QKV_RETURN_IF_ERROR(MakeRoomFor(incoming));
+    for (StoredFile& file : incoming.files) {
+      auto [counted, added] = files_.try_emplace(file.key, CountedFile{file.bytes, 0, file.fd});
+      if (added) used_bytes_ += file.bytes;
+      file.fd = counted->second.fd;
+      ++counted->second.n_uses;
+    }
+    Context context;
+    context.info = info;
+    context.info.name.clear();
+    context.info.n_leases = 0;
+    context.files = std::move(incoming.files);
+    it = contexts_.emplace(info.id, std::move(context)).first;
+  }
+  Context& context = it->second;
+  context.info.expires_unix_ms = info.expires_unix_ms;
+  context.info.pinned = info.pinned;
+  context.last_use = ++uses_;
+  TakeName(context, std::move(info.name));
+  if (is_new) Note(Event::Kind::kCreated, context.info);
+  Note(Event::Kind::kPublished, context.info);
+  return {};
+}
+
+Status Registry::MakeRoomFor(const NewContext& incoming) {
+  const auto evictable = [](const Context& c) { return !c.info.pinned && c.info.n_leases == 0; };
+  Footprint wanted;
+  wanted.Add(incoming.files);
+
+  const auto fits = [&] {
+    uint64_t bytes = used_bytes_;
+    size_t n = files_.size();
+    for (const auto& [key, file_bytes] : wanted.files) {
+      if (files_.contains(key)) continue;
+      bytes += file_bytes;
+      ++n;
+    }
+    return bytes <= limits_.budget_bytes && n <= limits_.max_files;
+  };
+  if (fits()) return {};
+
+  Footprint least = wanted;  // with everything evicted that can be
+  for (const auto& [id, context] : contexts_) {
+    if (!evictable(context)) least.Add(context.files);
+  }
+  if (least.bytes > limits_.budget_bytes) {
+    return Err(Code::kExhausted, Reason::kPoolFull,
+               "context '{}' of {} bytes would bring the pool to {} bytes, pinned and leased contexts included, "
+               "expected at most {}",
+               incoming.info.id, wanted.bytes, least.bytes, limits_.budget_bytes);
+  }
+  if (least.files.size() > limits_.max_files) {
+    return Err(Code::kExhausted, Reason::kPoolFull,
+               "context '{}' of {} files would bring the pool to {} files, pinned and leased contexts included, "
+               "expected at most {}",
+               incoming.info.id, wanted.files.size(), least.files.size(), limits_.max_files);
+  }
+  while (!fits()) {
+    auto victim = contexts_.end();
+    for (auto it = contexts_.begin(); it != contexts_.end(); ++it) {
+      if (!evictable(it->second)) continue;
+      if (victim == contexts_.end() || it->second.last_use < victim->second.last_use) victim = it;
+    }
+    QKV_CHECK(victim != contexts_.end());
+    Drop(victim, Event::Kind::kEvicted);
+  }
+  return {};
+}
+
+void Registry::TakeName(Context& context, std::string name) {
+  if (!context.info.name.empty()) names_.erase(context.info.name);
+  if (!name.empty()) {
+    if (auto held = names_.find(name); held != names_.end()) contexts_.find(held->second)->second.info.name.clear();
+    names_[name] = context.info.id;
+  }
+  context.info.name = std::move(name);
+}
+
+void Registry::Drop(Contexts::iterator it, Event::Kind why) {
+  Context& context = it->second;
+  Note(why, context.info);
+  if (context.info.n_leases > 0) {
+    for (auto& [client, leases] : leases_) {
+      for (auto& [lease, id] : leases) {
+        if (id == context.info.id) id.clear();
+      }
+    }
+  }
+  if (!context.info.name.empty()) names_.erase(context.info.name);
+  for (const StoredFile& file : context.files) {
+    const auto counted = files_.find(file.key);
+    if (--counted->second.n_uses > 0) continue;
+    used_bytes_ -= counted->second.bytes;
+    files_.erase(counted);
+  }
+  contexts_.erase(it);
+}
+
+Registry::Contexts::iterator Registry::Find(std::string_view id_or_name) {
+  if (auto it = contexts_.find(id_or_name); it != contexts_.end()) return it;
+  const auto named = names_.find(id_or_name);
+  return named == names_.end() ? contexts_.end() : contexts_.find(named->second);
+}
+
+Result<Registry::Grant> Registry::Attach(ClientId client, std::string_view id_or_name, int64_t now_unix_ms) {
+  Expire(now_unix_ms);
+  const auto it = Find(id_or_name);
+  if (it == contexts_.end()) {
+    const bool expired = std::any_of(expired_.begin(), expired_.end(), [&](const auto& gone) {
+      return gone.first == id_or_name || gone.second == id_or_name;
+    });
+    if (expired) return Err(Code::kIncompatible, Reason::kExpired, "context '{}' has expired", id_or_name);
+    return NoSuchContext(id_or_name);
+  }
+  auto& leases = leases_[client];
+  if (leases.size() >= limits_.max_leases_per_client) {
+    return Err(Code::kExhausted, Reason::kPoolFull, "client holds {} leases, expected fewer than {}", leases.size(),
+               limits_.max_leases_per_client);
+  }
+  Context& context = it->second;
+  leases.emplace(++last_lease_, context.info.id);
+  ++context.info.n_leases;
+  context.last_use = ++uses_;
+  Note(Event::Kind::kAttached, context.info);
+  return Grant{context.info.id, last_lease_};
+}
+
+Result<std::span<const StoredFile>> Registry::FilesOf(ClientId client, uint64_t lease) const {
+  const auto leases = leases_.find(client);
+  if (leases == leases_.end()) return NoSuchLease(lease);
+  const auto it = leases->second.find(lease);
+  if (it == leases->second.end()) return NoSuchLease(lease);
+  const auto context = contexts_.find(it->second);
+  if (context == contexts_.end()) {
+    return Err(Code::kNotFound, Reason::kNotFound, "the context of lease {} is gone", lease);
+  }
+  return std::span<const StoredFile>(context->second.files);
+}
+
+void Registry::EndLease(std::string_view context_id) {
+  const auto it = contexts_.find(context_id);
+  if (it == contexts_.end()) return;
+  --it->second.info.n_leases;
+  it->second.last_use = ++uses_;
+  Note(Event::Kind::kReleased, it->second.info);
+}
+
+Status Registry::Release(ClientId client, uint64_t lease) {
+  const auto leases = leases_.find(client);
+  if (leases == leases_.end()) return NoSuchLease(lease);
+  const auto it = leases->second.find(lease);
+  if (it == leases->second.end()) return NoSuchLease(lease);
+  EndLease(it->second);
+  leases->second.erase(it);
+  return {};
+}
+
+void Registry::ReleaseAllOf(ClientId client) {
+  const auto leases = leases_.find(client);
+  if (leases == leases_.end()) return;
+  for (const auto& [lease, id] : leases->second) EndLease(id);
+  leases_.erase(leases);
+}
+
+Status Registry::Remove(std::string_view id_or_name) {
+  const auto it = Find(id_or_name);
+  if (it == contexts_.end()) return NoSuchContext(id_or_name);
+  Drop(it, Event::Kind::kRemoved);
+  return {};
+}
+
+void Registry::Expire(int64_t now_unix_ms) {
+  for (auto it = contexts_.begin(); it != contexts_.end();) {
+    const auto next = std::next(it);
+    const ContextInfo& info = it->second.info;
+    if (info.expires_unix_ms != 0 && info.expires_unix_ms <= now_unix_ms) {
+      if (expired_.size() >= kRememberedExpired) expired_.erase(expired_.begin());
+      expired_.emplace_back(info.id, info.name);
+      Drop(it, Event::Kind::kExpired);
+    }
+    it = next;
+  }
+}
+
+int64_t Registry::NextExpiryUnixMs() const {
+  int64_t next = 0;
+  for (const auto& [id, context] : contexts_) {
+    const int64_t expires = context.info.expires_unix_ms;
+    if (expires != 0 && (next == 0 || expires < next)) next = expires;
+  }
+  return next;
+}
+
+const StoredFile* Registry::CardOf(std::string_view id) const {
+  const auto it = contexts_.find(id);
+  return it == contexts_.end() ? nullptr : &it->second.files.front();
+}
+
+}  // namespace qkv

@@ -1,0 +1,50 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The broker: knows which contexts exist and passes their descriptors on (DESIGN §9). Serves a SOCK_SEQPACKET Unix socket
+// from one thread of its own; embedded in `run`, alone in `qkvshare broker`. It holds descriptors and never maps page
+// contents; memory safety never depends on it.
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "qkv/base/error.h"
+
+namespace qkv {
+
+struct BrokerOptions {
+  std::string socket_path;
+  uint64_t budget_bytes = uint64_t{4} << 30;
+  size_t max_clients = 256;
+  // One line of JSON per life-cycle event (created, published, attached, released, expired, evicted, refused); called
+  // on the broker's thread.
+  std::function<void(const std::string& json_line)> on_event;
+};
+
+class BrokerServer {
+ public:
+  // Binds and listens before returning. The socket is made with mode 0600; its directory, if it has to be made, with 0700. A stale
+  // socket that nobody listens on is replaced; one in use is kInvalidArgument ("… is in use by another broker").
+  static Result<std::unique_ptr<BrokerServer>> Start(BrokerOptions options);
+
+  // Stops serving, closes all descriptors, removes the socket. Clients see a hang-up.
+  ~BrokerServer();
+  BrokerServer(const BrokerServer&) = delete;
+  BrokerServer& operator=(const BrokerServer&) = delete;
+
+  const std::string& socket_path() const;
+
+ private:
+  struct Impl;
+  explicit BrokerServer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// $QKVSHARE_SOCKET, else $XDG_RUNTIME_DIR/qkvshare/broker.sock, else a per-user directory under the system's temporary directory.
+std::string DefaultSocketPath();
+
+}  // namespace qkv

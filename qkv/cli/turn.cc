@@ -1,0 +1,59 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/cli/turn.h"
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+namespace qkv::cli {
+
+std::string TurnToJson(const TurnResult& result) {
+  nlohmann::ordered_json json;
+  json["text"] = result.text;
+  json["token_ids"] = result.output_tokens;
+  json["mode"] = HandoffModeName(result.mode);
+  json["reason"] = ReasonName(result.reason);
+  if (!result.reason_detail.empty()) json["reason_detail"] = result.reason_detail;
+  json["tokens_reused"] = result.tokens_reused;
+  json["tokens_recomputed"] = result.tokens_recomputed;
+  json["attach_ms"] = result.attach_ms;
+  json["ttft_ms"] = result.ttft_ms;
+  json["decode_ms"] = result.decode_ms;
+  json["stopped_by_eos"] = result.stopped_by_eos;
+  json["context_tokens"] = result.context_tokens.size();
+  json["kv_bytes"] = result.kv_bytes;
+  json["own_kv_bytes"] = result.own_kv_bytes;
+  if (!result.context_id.empty()) {
+    json["context_id"] = result.context_id;
+    json["publish_ms"] = result.publish_ms;
+  }
+  if (!result.logits_digest.empty()) json["logits_digest"] = result.logits_digest;
+  return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const TurnRequest& request, BrokerClient* broker) {
+  auto model = LoadModel(model_options);
+  if (!model) return Fail(model.error());
+  (*model)->identity();  // digests now: a handoff then takes no longer than it must
+  auto sequence = NewSequence(model_options, *model);
+  if (!sequence) return Fail(sequence.error());
+  Agent agent(*model, *std::move(sequence), broker);
+
+  const auto print = [&](std::string_view text) {
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    return std::fflush(stdout) == 0;  // a closed pipe ends the turn
+  };
+  const auto result = agent.Run(request, turn.json ? std::function<bool(std::string_view)>{} : print);
+  if (!result) return Fail(result.error());
+  if (turn.json) {
+    fmt::print("{}\n", TurnToJson(*result));
+  } else if (!result->text.empty()) {
+    fmt::print("\n");
+  }
+  if (result->mode == HandoffMode::kText && result->reason != Reason::kNone) {
+    fmt::print(stderr, "qkvshare: read as text ({}): {}\n", ReasonName(result->reason), result->reason_detail);
+  }
+  return 0;
+}
+
+}  // namespace qkv::cli

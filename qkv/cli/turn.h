@@ -1,0 +1,18 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One agent's turn from the command line: what generate, publish and attach have in common. One thread.
+
+#include "qkv/cli/options.h"
+#include "qkv/engine/agent.h"
+
+namespace qkv::cli {
+
+// Loads the model, runs the turn, prints it: text as it comes, or one JSON object. Returns the exit status.
+int RunTurn(const ModelOptions& model, const TurnOptions& turn, const TurnRequest& request, BrokerClient* broker);
+
+// text, token_ids, mode, reason, tokens_reused, tokens_recomputed, attach_ms, ttft_ms and what else a script may want.
+std::string TurnToJson(const TurnResult& result);
+
+}  // namespace qkv::cli

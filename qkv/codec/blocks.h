@@ -1,0 +1,87 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Where every number of a block is (docs/FORMAT.md §3): for the codecs and for qkv/attention's fused kernels; nobody
+// else needs it. A block here is one side, K or V, of 32 tokens of one layer and KV head. `t` is a token 0..31, `c` a
+// channel 0..D-1, D the head dim; offsets and sizes are bytes from the start of the block. Little-endian. Scales and
+// minima are IEEE halves. Any change bumps kSegmentVersion. Pure functions.
+//
+//   f16         K [D][32 t] u16                     V [32 t][D] u16
+//   i8*         K [D/2][32 t][2 ch] s8              V [16][D][2 t] s8         then scale, padded to 64 bytes:
+//                 i8 [32 t] · i8-channel [D] · i8-tensor [1]                  value = scale * code, code -127..127
+//   i4, i4z     K [D/8 p][32 t][4 j] u4 pairs       V [4][D][4] u4 pairs      then scale [groups][32 t]
+//                                                                             and, i4z only, minimum [groups][32 t]
+//                 i4   value = scale * (u - 8) = scale*u + (-8*scale), exact in fp32; scale may be negative
+//                 i4z  value = scale*u + minimum, the product and the sum each rounded to fp32
+//
+// i4's K byte p,t,j: low nibble = channel 4p+j, high nibble = channel D/2+4p+j. i4's V dword of 8 tokens and channel c:
+// bits 0..15 = nibbles of tokens 0,2,4,6, bits 16..31 = of tokens 1,3,5,7.
+
+#include <cstddef>
+
+#include "qkv/codec/codec.h"
+
+namespace qkv::blocks {
+
+constexpr bool IsHeadDim(int head_dim) {
+  return head_dim >= kMinHeadDim && head_dim <= kMaxHeadDim && head_dim % 16 == 0;
+}
+
+constexpr size_t RoundUp64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+constexpr size_t Size(int number) { return static_cast<size_t>(number); }
+
+// f16
+constexpr size_t F16Bytes(int head_dim) { return 64 * Size(head_dim); }
+constexpr size_t F16KOffset(int t, int c) { return 64 * Size(c) + 2 * Size(t); }
+constexpr size_t F16VOffset(int t, int c, int head_dim) { return 2 * (Size(t) * Size(head_dim) + Size(c)); }
+
+// i8, i8-channel, i8-tensor. "Tensor" is the block: one layer and KV head of a page.
+constexpr size_t I8ScaleOffset(int head_dim) { return 32 * Size(head_dim); }
+constexpr int I8ScaleCount(CodecId id, int head_dim) {
+  return id == CodecId::kI8Channel ? head_dim : id == CodecId::kI8Tensor ? 1 : kPageTokens;
+}
+constexpr size_t I8Bytes(CodecId id, int head_dim) {
+  return I8ScaleOffset(head_dim) + RoundUp64(2 * Size(I8ScaleCount(id, head_dim)));
+}
+constexpr size_t I8KOffset(int t, int c) { return 64 * Size(c / 2) + 2 * Size(t) + Size(c % 2); }
+constexpr size_t I8VOffset(int t, int c, int head_dim) {
+  return 2 * (Size(t / 2) * Size(head_dim) + Size(c)) + Size(t % 2);
+}
+
+// i4, i4z. A group is a run of channels with one scale: 32 of them where D is a multiple of 64, else half of D.
+constexpr int I4Groups(int head_dim) { return head_dim % 64 == 0 ? head_dim / 32 : 2; }
+constexpr int I4GroupChannels(int head_dim) { return head_dim / I4Groups(head_dim); }
+constexpr size_t I4ScaleOffset(int head_dim) { return 16 * Size(head_dim); }
+constexpr size_t I4MinOffset(int head_dim) { return I4ScaleOffset(head_dim) + 64 * Size(I4Groups(head_dim)); }
+constexpr size_t I4Bytes(int head_dim) { return I4MinOffset(head_dim); }
+constexpr size_t I4ZBytes(int head_dim) { return I4MinOffset(head_dim) + 64 * Size(I4Groups(head_dim)); }
+// Index into scale and minimum.
+constexpr int I4ScaleIndex(int t, int c, int head_dim) { return c / I4GroupChannels(head_dim) * kPageTokens + t; }
+// The byte that holds a code, and how far the code is shifted left in it (0 or 4).
+constexpr size_t I4KOffset(int t, int c, int head_dim) {
+  const int low = c % (head_dim / 2);
+  return 128 * Size(low / 4) + 4 * Size(t) + Size(low % 4);
+}
+constexpr int I4KShift(int c, int head_dim) { return c < head_dim / 2 ? 0 : 4; }
+constexpr size_t I4VOffset(int t, int c, int head_dim) {
+  return 4 * (Size(t / 8) * Size(head_dim) + Size(c)) + 2 * Size(t % 2) + Size(t / 4 % 2);
+}
+constexpr int I4VShift(int t) { return t / 2 % 2 * 4; }
+
+constexpr size_t BlockBytes(CodecId id, int head_dim) {
+  switch (id) {
+    case CodecId::kF16: return F16Bytes(head_dim);
+    case CodecId::kI8:
+    case CodecId::kI8Channel:
+    case CodecId::kI8Tensor: return I8Bytes(id, head_dim);
+    case CodecId::kI4: return I4Bytes(head_dim);
+    case CodecId::kI4Z: return I4ZBytes(head_dim);
+  }
+  return 0;
+}
+
+static_assert(I8Bytes(CodecId::kI8, 64) == 2112 && I8Bytes(CodecId::kI8Channel, 80) == 32 * 80 + 192);
+static_assert(I4Bytes(64) == 1152 && I4ZBytes(64) == 1280 && I4Groups(80) == 2 && I4GroupChannels(80) == 40);
+
+}  // namespace qkv::blocks

@@ -1,0 +1,81 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The table of codecs. A codec turns one *block* (up to 32 tokens of one layer and one KV head, K or V) into bytes that
+// attention reads directly. Callers go through the table and never name a codec's layout; only qkv/attention's fused
+// kernels look inside (codec/blocks.h). A new codec (rotation, more widths, PQ) is a new row here plus, if it is to be
+// fast in decode, a kernel there.
+//
+// Stateless pure functions over caller-owned memory; safe from any thread and process. Every function picks the widest
+// SIMD the CPU has at run time and returns the same bytes on all of them as the scalar twin in codec/reference.h.
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "qkv/base/error.h"
+
+namespace qkv {
+
+inline constexpr int kPageTokens = 32;   // FORMAT.md §3; a change bumps the segment version
+inline constexpr int kMinHeadDim = 32;   // head_dim is a multiple of 16 in [kMinHeadDim, kMaxHeadDim]
+inline constexpr int kMaxHeadDim = 256;
+
+enum class Side : uint8_t { kK, kV };
+
+// Written into segments and cards: numbers are never reused. FORMAT.md §3.
+enum class CodecId : uint8_t {
+  kF16 = 1,        // IEEE half, saturating
+  kI8 = 2,         // signed 8 bits, one fp16 scale per token (and head)
+  kI8Channel = 3,  // signed 8 bits, one fp16 scale per channel of the block
+  kI8Tensor = 4,   // signed 8 bits, one fp16 scale per block
+  kI4 = 5,         // 4 bits packed, -8..7, one fp16 scale per token and group of channels
+  kI4Z = 6,        // 4 bits packed, 0..15, fp16 scale and fp16 minimum per token and group of channels
+  // A group is 32 channels where head_dim is a multiple of 64, else half of head_dim.
+};
+
+struct Codec {
+  CodecId id;
+  std::string_view name;         // as in --kv, cards and logs: "f16", "i8", "i8-channel", "i8-tensor", "i4", "i4z"
+  std::string_view description;  // one line for --help and docs
+
+  // Exact bytes of a block of 32 tokens, a multiple of 64. A partial block takes the same room.
+  size_t (*block_bytes)(int head_dim);
+
+  // rows: [tokens][head_dim] fp32, 1 <= tokens <= 32. Writes block_bytes(head_dim) bytes; the places of absent tokens
+  // are zero. With every codec NaN encodes as 0 and values beyond ±65504, the range of fp16, saturate there. `block` is
+  // 64-byte aligned.
+  void (*encode)(Side side, const float* rows, int tokens, int head_dim, std::byte* block);
+
+  // The canonical values of the first `tokens` tokens: rows [tokens][head_dim] fp32.
+  void (*decode)(Side side, const std::byte* block, int tokens, int head_dim, float* rows);
+
+  // All 32 tokens as fp32 in the order that attention's micro-kernels want; the same values as decode (absent tokens:
+  // 0). K: panel [head_dim][32 tokens]; V: panel [32 tokens][head_dim]. `panel` is 64-byte aligned.
+  void (*unpack)(Side side, const std::byte* block, int head_dim, float* panel);
+};
+
+// All codecs, by ascending id; static storage.
+std::span<const Codec> Codecs();
+// nullptr if this version does not know it. The argument may come from outside.
+const Codec* FindCodec(uint8_t id);
+const Codec* FindCodec(std::string_view name);
+const Codec& CodecOf(CodecId id);  // id must be one of the enumerators
+
+// Stored bits per K or V value, scales included.
+double BitsPerValue(const Codec& codec, int head_dim);
+
+struct CodecPair {
+  CodecId k = CodecId::kF16;
+  CodecId v = CodecId::kF16;
+  bool operator==(const CodecPair&) const = default;
+};
+
+// "i8" (both), or "k=i8,v=i4" in either order. Errors name the codecs there are.
+Result<CodecPair> ParseCodecPair(std::string_view text);
+std::string ToString(CodecPair pair);  // "i8" if both are the same, else "k=i8,v=i4"
+
+}  // namespace qkv

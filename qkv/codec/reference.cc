@@ -1,0 +1,177 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/codec/reference.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+
+#include "qkv/codec/blocks.h"
+#include "qkv/codec/half.h"
+
+namespace qkv::reference {
+namespace {
+
+// What every codec sees of an input value: finite and within the range of a half.
+float Sanitized(float value) {
+  if (std::isnan(value)) return 0;
+  return std::clamp(value, -kHalfMax, kHalfMax);
+}
+
+void StoreHalf(uint16_t half, std::byte* to) { std::memcpy(to, &half, sizeof half); }
+float LoadHalf(const std::byte* from) {
+  uint16_t half;
+  std::memcpy(&half, from, sizeof half);
+  return FloatFromHalf(half);
+}
+
+// A scale or minimum as it is stored. Never -0: which zero a minimum over +0 and -0 gives depends on the order.
+uint16_t StoredHalf(float value) {
+  const uint16_t half = HalfFromFloat(value);
+  return half == 0x8000 ? uint16_t{0} : half;
+}
+
+float Inverse(float scale) { return scale == 0 ? 0 : 1 / scale; }
+
+float Rounded(float value, float low, float high) { return std::clamp(std::nearbyint(value), low, high); }
+
+size_t F16Offset(Side side, int t, int c, int head_dim) {
+  return side == Side::kK ? blocks::F16KOffset(t, c) : blocks::F16VOffset(t, c, head_dim);
+}
+
+size_t I8Offset(Side side, int t, int c, int head_dim) {
+  return side == Side::kK ? blocks::I8KOffset(t, c) : blocks::I8VOffset(t, c, head_dim);
+}
+
+int I8ScaleIndex(CodecId id, int t, int c) {
+  return id == CodecId::kI8 ? t : id == CodecId::kI8Channel ? c : 0;
+}
+
+void EncodeI8(CodecId id, Side side, const float* rows, int tokens, int head_dim, std::byte* block) {
+  std::array<float, kMaxHeadDim> extreme = {};  // largest magnitude under each scale
+  for (int t = 0; t < tokens; ++t) {
+    for (int c = 0; c < head_dim; ++c) {
+      float& e = extreme[I8ScaleIndex(id, t, c)];
+      e = std::max(e, std::abs(Sanitized(rows[t * head_dim + c])));
+    }
+  }
+  for (int i = 0; i < blocks::I8ScaleCount(id, head_dim); ++i) {
+    StoreHalf(StoredHalf(extreme[i] / 127), block + blocks::I8ScaleOffset(head_dim) + 2 * i);
+  }
+  for (int t = 0; t < tokens; ++t) {
+    for (int c = 0; c < head_dim; ++c) {
+      const float scale = LoadHalf(block + blocks::I8ScaleOffset(head_dim) + 2 * I8ScaleIndex(id, t, c));
+      const float code = Rounded(Sanitized(rows[t * head_dim + c]) * Inverse(scale), -127, 127);
+      block[I8Offset(side, t, c, head_dim)] = static_cast<std::byte>(static_cast<int8_t>(code));
+    }
+  }
+}
+
+// value = scale*u + base, u in 0..15
+struct Grid {
+  float scale;
+  float base;
+};
+
+Grid LoadGrid(CodecId id, const std::byte* block, int index, int head_dim) {
+  const float scale = LoadHalf(block + blocks::I4ScaleOffset(head_dim) + 2 * index);
+  return {scale, id == CodecId::kI4Z ? LoadHalf(block + blocks::I4MinOffset(head_dim) + 2 * index) : -8 * scale};
+}
+
+void EncodeI4(CodecId id, Side side, const float* rows, int tokens, int head_dim, std::byte* block) {
+  const int group = blocks::I4GroupChannels(head_dim);
+  for (int t = 0; t < tokens; ++t) {
+    for (int first = 0; first < head_dim; first += group) {
+      const float* x = rows + t * head_dim + first;
+      float low = Sanitized(x[0]);
+      float high = low;
+      for (int i = 1; i < group; ++i) {
+        low = std::min(low, Sanitized(x[i]));
+        high = std::max(high, Sanitized(x[i]));
+      }
+      const int index = blocks::I4ScaleIndex(t, first, head_dim);
+      float scale;
+      if (id == CodecId::kI4Z) {
+        const uint16_t stored_low = StoredHalf(low);
+        StoreHalf(stored_low, block + blocks::I4MinOffset(head_dim) + 2 * index);
+        scale = std::max(high - FloatFromHalf(stored_low), 0.0f) / 15;
+      } else {
+        // The value of largest magnitude, whatever its sign, gets code 0 = -8 steps, so that a step is an eighth of it.
+        // For Gaussian data this has 0.78x the squared error of the other usual choice, a seventh and codes -7..7.
+        scale = (-low >= high ? low : high) * -0.125f;
+      }
+      StoreHalf(StoredHalf(scale), block + blocks::I4ScaleOffset(head_dim) + 2 * index);
+
+      const Grid grid = LoadGrid(id, block, index, head_dim);
+      for (int i = 0; i < group; ++i) {
+        const int c = first + i;
+        const int u = static_cast<int>(Rounded((Sanitized(x[i]) - grid.base) * Inverse(grid.scale), 0, 15));
+        if (side == Side::kK) {
+          block[blocks::I4KOffset(t, c, head_dim)] |= static_cast<std::byte>(u << blocks::I4KShift(c, head_dim));
+        } else {
+          block[blocks::I4VOffset(t, c, head_dim)] |= static_cast<std::byte>(u << blocks::I4VShift(t));
+        }
+      }
+    }
+  }
+}
+
+float DecodeI4(CodecId id, Side side, const std::byte* block, int t, int c, int head_dim) {
+  const Grid grid = LoadGrid(id, block, blocks::I4ScaleIndex(t, c, head_dim), head_dim);
+  const int u = side == Side::kK
+                    ? std::to_integer<int>(block[blocks::I4KOffset(t, c, head_dim)]) >> blocks::I4KShift(c, head_dim)
+                    : std::to_integer<int>(block[blocks::I4VOffset(t, c, head_dim)]) >> blocks::I4VShift(t);
+  return grid.scale * static_cast<float>(u & 15) + grid.base;
+}
+
+float Value(CodecId id, Side side, const std::byte* block, int t, int c, int head_dim) {
+  switch (id) {
+    case CodecId::kF16: return LoadHalf(block + F16Offset(side, t, c, head_dim));
+    case CodecId::kI8:
+    case CodecId::kI8Channel:
+    case CodecId::kI8Tensor: {
+      const float scale = LoadHalf(block + blocks::I8ScaleOffset(head_dim) + 2 * I8ScaleIndex(id, t, c));
+      return scale * static_cast<float>(static_cast<int8_t>(block[I8Offset(side, t, c, head_dim)]));
+    }
+    case CodecId::kI4:
+    case CodecId::kI4Z: return DecodeI4(id, side, block, t, c, head_dim);
+  }
+  return 0;
+}
+
+}  // namespace
+
+void Encode(CodecId id, Side side, const float* rows, int tokens, int head_dim, std::byte* block) {
+  std::memset(block, 0, blocks::BlockBytes(id, head_dim));
+  switch (id) {
+    case CodecId::kF16:
+      for (int t = 0; t < tokens; ++t) {
+        for (int c = 0; c < head_dim; ++c) {
+          StoreHalf(HalfFromFloat(rows[t * head_dim + c]), block + F16Offset(side, t, c, head_dim));
+        }
+      }
+      break;
+    case CodecId::kI8:
+    case CodecId::kI8Channel:
+    case CodecId::kI8Tensor: EncodeI8(id, side, rows, tokens, head_dim, block); break;
+    case CodecId::kI4:
+    case CodecId::kI4Z: EncodeI4(id, side, rows, tokens, head_dim, block); break;
+  }
+}
+
+void Decode(CodecId id, Side side, const std::byte* block, int tokens, int head_dim, float* rows) {
+  for (int t = 0; t < tokens; ++t) {
+    for (int c = 0; c < head_dim; ++c) rows[t * head_dim + c] = Value(id, side, block, t, c, head_dim);
+  }
+}
+
+void Unpack(CodecId id, Side side, const std::byte* block, int head_dim, float* panel) {
+  for (int t = 0; t < kPageTokens; ++t) {
+    for (int c = 0; c < head_dim; ++c) {
+      panel[side == Side::kK ? c * kPageTokens + t : t * head_dim + c] = Value(id, side, block, t, c, head_dim);
+    }
+  }
+}
+
+}  // namespace qkv::reference

@@ -1,0 +1,92 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One agent's turn from the outside: take over a context (or not), read the prompt, generate, publish. The ladder of
+// DESIGN §8 is here: attach, else text, each step down with a reason. Used by `generate`, `publish`, `attach` and by the
+// agent processes of a flow. One thread; blocks; every wait on a broker has that client's deadline.
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "qkv/broker/client.h"
+#include "qkv/engine/sequence.h"
+#include "qkv/engine/vocab.h"
+
+namespace qkv {
+
+enum class HandoffMode : uint8_t { kNone, kAttach, kCopy, kSplice, kText };
+std::string_view HandoffModeName(HandoffMode mode);  // "none", "attach", "copy", "splice", "text"
+
+enum class OnMiss : uint8_t { kText, kFail };
+
+struct TurnRequest {
+  std::string system;  // only for a conversation's first turn
+  std::string prompt;  // empty: go on without a new turn
+  bool raw = false;    // prompt is plain text, no chat template
+  int max_tokens = 256;
+  bool ignore_eos = false;  // generate max_tokens whatever comes; for benchmarks and tests
+  bool digest_logits = false;  // fill in TurnResult::logits_digest
+  Sampling sampling;
+
+  // Where to go on from: a context of a broker (id or name) …
+  std::string inherits;
+  OnMiss on_miss = OnMiss::kText;
+  // … and what was read so far as tokens of this model's vocabulary, for the text fallback (and for a text handoff when
+  // `inherits` is empty). Without it the fallback reads the card's tokens.
+  std::vector<Token> history;
+
+  std::string publish_as;  // publish the context after the turn under this name; empty: don't
+  std::string agent;       // for the card
+};
+
+struct TurnResult {
+  std::string text;
+  std::vector<Token> output_tokens;  // without the end-of-generation token
+  std::vector<Token> context_tokens;  // everything read, output included
+  bool stopped_by_eos = false;
+  std::string logits_digest;  // XXH3-128 over the logits behind every sampled token: equal if all bits are
+
+  HandoffMode mode = HandoffMode::kNone;  // kNone: nothing to take over was asked for
+  Reason reason = Reason::kNone;          // why not kAttach
+  std::string reason_detail;              // the error behind the reason
+  int64_t tokens_reused = 0;
+  int64_t tokens_recomputed = 0;  // prompt tokens read in this turn (not the generated ones)
+  double attach_ms = 0;  // broker round trip, card, mapping
+  double ttft_ms = 0;    // from the start of the turn to the first token, attach included
+  double decode_ms = 0;  // from the first token to the last
+  double publish_ms = 0;
+  std::string context_id;  // of what was published
+  uint64_t kv_bytes = 0;   // all pages and tail that this context reads
+  uint64_t own_kv_bytes = 0;  // of which this process wrote
+};
+
+class Agent {
+ public:
+  // `broker` may be null when no turn inherits or publishes. Both must outlive the agent.
+  Agent(std::shared_ptr<const Model> model, std::unique_ptr<Sequence> sequence, BrokerClient* broker);
+
+  // `on_text`: text as it becomes complete; returning false stops generating (the result is still whole).
+  Result<TurnResult> Run(const TurnRequest& request, const std::function<bool(std::string_view)>& on_text = {});
+
+  Sequence& sequence() { return *sequence_; }
+  const Vocab& vocab() const { return vocab_; }
+
+ private:
+  // Attaches and reads the prompt, or falls back to reading history and prompt; fills in the result's handoff fields.
+  Status Read(const TurnRequest& request, TurnResult& result);
+
+  std::shared_ptr<const Model> model_;
+  std::unique_ptr<Sequence> sequence_;
+  BrokerClient* broker_;
+  Vocab vocab_;
+};
+
+// The descriptors and card of a context to the broker, and back. FetchContext maps and validates; the error's reason is
+// the ladder's. PublishContext's error is the broker's.
+Status PublishContext(BrokerClient& broker, const Context& context, const PublishOptions& options = {});
+Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name);
+
+}  // namespace qkv

@@ -1,0 +1,389 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/engine/sequence.h"
+
+#include <ggml-cpu.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+
+#include "qkv/engine/llama_graph.h"
+#include "qkv/engine/model_internal.h"
+#include "qkv/engine/paged_kv.h"
+
+namespace qkv {
+namespace {
+
+constexpr size_t kCacheLine = 64;
+
+struct ThreadpoolFree {
+  void operator()(ggml_threadpool* pool) const { ggml_threadpool_free(pool); }
+};
+struct AlignedFree {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// A buffer that only grows, cache-line aligned.
+template <class T>
+class Scratch {
+ public:
+  T* Get(size_t n) {
+    if (n > capacity_) {
+      capacity_ = (n * sizeof(T) + kCacheLine - 1) / kCacheLine * kCacheLine / sizeof(T);
+      data_.reset(std::aligned_alloc(kCacheLine, capacity_ * sizeof(T)));
+      QKV_CHECK(data_ != nullptr);
+    }
+    return static_cast<T*>(data_.get());
+  }
+
+ private:
+  std::unique_ptr<void, AlignedFree> data_;
+  size_t capacity_ = 0;
+};
+
+// What the custom operations of one step share; written before the graph runs.
+struct Step {
+  PagedKv* kv = nullptr;
+  std::optional<AttentionPlan> plan;
+  int n_layers = 0;
+  std::byte* scratch = nullptr;  // [threads][scratch_stride]
+  size_t scratch_stride = 0;
+  float* partials = nullptr;
+};
+
+// A layer's share: which items are still to be had. Any thread takes the next; results don't depend on who does.
+struct alignas(kCacheLine) LayerStep {
+  Step* step = nullptr;
+  int layer = 0;
+  std::atomic<int> next_attend{0};
+  std::atomic<int> next_merge{0};
+};
+
+void AppendOp(ggml_tensor* dst, int ith, int nth, void* userdata) {
+  auto& layer = *static_cast<LayerStep*>(userdata);
+  layer.step->kv->AppendRows(layer.layer, static_cast<const float*>(dst->src[0]->data),
+                             static_cast<const float*>(dst->src[1]->data), ith, nth);
+}
+
+void AttendOp(ggml_tensor* dst, int ith, int /*nth*/, void* userdata) {
+  auto& layer = *static_cast<LayerStep*>(userdata);
+  Step& step = *layer.step;
+  std::byte* scratch = step.scratch + step.scratch_stride * static_cast<size_t>(ith);
+  for (int item; (item = layer.next_attend.fetch_add(1, std::memory_order_relaxed)) < step.plan->n_attend_items();) {
+    Attend(*step.plan, step.kv->pages(), step.n_layers, layer.layer, static_cast<const float*>(dst->src[0]->data), item,
+           scratch, step.partials, static_cast<float*>(dst->data));
+  }
+}
+
+void MergeOp(ggml_tensor* dst, int /*ith*/, int /*nth*/, void* userdata) {
+  auto& layer = *static_cast<LayerStep*>(userdata);
+  Step& step = *layer.step;
+  for (int item; (item = layer.next_merge.fetch_add(1, std::memory_order_relaxed)) < step.plan->n_merge_items();) {
+    Merge(*step.plan, step.partials, item, static_cast<float*>(dst->data));
+  }
+}
+
+int64_t NowUnixMs() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+std::string CpuFeatures() {
+  std::string features;
+  const auto add = [&](bool has, const char* name) {
+    if (!has) return;
+    if (!features.empty()) features += ' ';
+    features += name;
+  };
+  add(ggml_cpu_has_avx2(), "avx2");
+  add(ggml_cpu_has_f16c(), "f16c");
+  add(ggml_cpu_has_fma(), "fma");
+  add(ggml_cpu_has_avx512(), "avx512");
+  add(ggml_cpu_has_avx512_vnni(), "avx512_vnni");
+  add(ggml_cpu_has_neon(), "neon");
+  add(ggml_cpu_has_dotprod(), "dotprod");
+  return features;
+}
+
+}  // namespace
+
+struct Sequence::Impl {
+  std::shared_ptr<const Model> model;
+  SequenceOptions options;
+  std::unique_ptr<ggml_threadpool, ThreadpoolFree> pool;
+  std::unique_ptr<PagedKv> kv;
+  std::vector<Token> tokens;
+  std::vector<std::string> parents;
+
+  AttentionShape shape;
+  Step step;
+  std::vector<LayerStep> layer_steps;
+  std::vector<LayerOps> layer_ops;
+  std::unique_ptr<LlamaGraph> decode_graph;   // of one token
+  std::unique_ptr<LlamaGraph> prefill_graph;  // of the last other size
+  Scratch<std::byte> scratch;
+  Scratch<float> partials;
+  Scratch<uint8_t> work;
+
+  bool keep_all_logits = false;
+  std::vector<float> logits;
+  std::vector<float> all_logits;
+  Stats stats;
+
+  LlamaGraph& GraphFor(int n) {
+    std::unique_ptr<LlamaGraph>& graph = n == 1 ? decode_graph : prefill_graph;
+    if (graph == nullptr || graph->n_tokens() != n || graph->all_logits() != keep_all_logits) {
+      graph.reset();  // before the new one takes its memory
+      graph = std::make_unique<LlamaGraph>(model->internal(), n, keep_all_logits, layer_ops);
+    }
+    return *graph;
+  }
+
+  bool TailOverBudget() const { return kv->tail_bytes() > options.tail_budget_bytes; }
+
+  // One graph. On error nothing has changed.
+  Status Compute(std::span<const Token> batch, bool first, bool last) {
+    const int n = static_cast<int>(batch.size());
+    QKV_RETURN_IF_ERROR(kv->BeginStep(n, first || TailOverBudget()));
+    LlamaGraph& graph = GraphFor(n);
+    std::copy(batch.begin(), batch.end(), graph.tokens().begin());
+    for (int i = 0; i < n; ++i) graph.positions()[i] = kv->n_tokens() + i;
+
+    step.plan.emplace(shape, n, kv->pages());
+    step.scratch_stride = (step.plan->scratch_bytes() + kCacheLine - 1) / kCacheLine * kCacheLine;
+    step.scratch = scratch.Get(step.scratch_stride * static_cast<size_t>(options.n_threads));
+    step.partials = partials.Get(step.plan->partial_floats());
+    for (LayerStep& layer : layer_steps) {
+      layer.next_attend.store(0, std::memory_order_relaxed);
+      layer.next_merge.store(0, std::memory_order_relaxed);
+    }
+    ggml_cplan cplan = ggml_graph_plan(graph.graph(), options.n_threads, pool.get());
+    if (cplan.work_size > 0) cplan.work_data = work.Get(cplan.work_size);
+    const ggml_status status = ggml_graph_compute(graph.graph(), &cplan);
+    if (status != GGML_STATUS_SUCCESS) {
+      kv->AbortStep();
+      return Err(Code::kInternal, "ggml could not compute the graph: {}", ggml_status_to_string(status));
+    }
+    kv->EndStep(last || TailOverBudget());
+    tokens.insert(tokens.end(), batch.begin(), batch.end());
+    const std::span<const float> out = graph.logits();
+    if (keep_all_logits) all_logits.insert(all_logits.end(), out.begin(), out.end());
+    if (last) logits.assign(out.end() - model->params().n_vocab, out.end());
+    return {};
+  }
+};
+
+Sequence::Sequence(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Sequence::~Sequence() = default;
+
+Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> model, const SequenceOptions& options) {
+  if (options.n_ctx < 1) return Err(Code::kInvalidArgument, "context size is {}, expected at least 1", options.n_ctx);
+  if (options.n_threads < 1 || options.n_threads > GGML_MAX_N_THREADS) {
+    return Err(Code::kInvalidArgument, "{} threads, expected 1 to {}", options.n_threads, GGML_MAX_N_THREADS);
+  }
+  if (options.n_batch < 1) return Err(Code::kInvalidArgument, "batch of {} tokens, expected at least 1", options.n_batch);
+  auto impl = std::make_unique<Impl>();
+  const HyperParams& p = model->params();
+  ggml_threadpool_params pool_params = ggml_threadpool_params_default(options.n_threads);
+  impl->pool.reset(ggml_threadpool_new(&pool_params));
+  if (impl->pool == nullptr) return Err(Code::kExhausted, Reason::kPoolFull, "could not start {} threads", options.n_threads);
+  impl->options = options;
+  impl->kv = std::make_unique<PagedKv>(model->geometry(), options.kv, model->weights_digest());
+  impl->shape = {p.n_heads, p.n_kv_heads, p.head_dim, 1.0f / std::sqrt(static_cast<float>(p.head_dim))};
+  impl->step.kv = impl->kv.get();
+  impl->step.n_layers = p.n_layers;
+  impl->layer_steps = std::vector<LayerStep>(p.n_layers);
+  for (int il = 0; il < p.n_layers; ++il) {
+    impl->layer_steps[il].step = &impl->step;
+    impl->layer_steps[il].layer = il;
+    impl->layer_ops.push_back({AppendOp, AttendOp, MergeOp, &impl->layer_steps[il]});
+  }
+  impl->model = std::move(model);
+  return std::unique_ptr<Sequence>(new Sequence(std::move(impl)));
+}
+
+Status Sequence::Attach(const Context& context) {
+  Impl& s = *impl_;
+  const CacheCard& card = context.card;
+  QKV_RETURN_IF_ERROR(CheckCompatible(card, s.model->identity()));
+  if (static_cast<int>(context.segments.size()) != card.segments_size()) {
+    return Err(Code::kCorrupt, Reason::kChecksum, "context '{}' came with {} segments, its card names {}", card.id(),
+               context.segments.size(), card.segments_size());
+  }
+  if (card.token_ids_size() > s.options.n_ctx) {
+    return Err(Code::kInvalidArgument, Reason::kTooLong, "context '{}' has {} tokens, this agent's context size is {}",
+               card.id(), card.token_ids_size(), s.options.n_ctx);
+  }
+  for (int i = 0; i < card.segments_size(); ++i) {
+    const Segment& segment = *context.segments[i];
+    if (segment.digest() != card.segments(i).digest()) {
+      return Err(Code::kCorrupt, Reason::kChecksum, "segment {} of context '{}' has digest {}, its card says {}", i, card.id(),
+                 segment.digest(), card.segments(i).digest());
+    }
+    if (segment.geometry() != s.model->geometry() || segment.header().model_digest != s.model->weights_digest()) {
+      return Err(Code::kIncompatible, Reason::kModelMismatch, "segment {} of context '{}' was written by another model", i,
+                 card.id());
+    }
+  }
+  std::vector<SegmentSpan> spans;
+  uint32_t position = 0;
+  for (const auto& span : card.spans()) {
+    const auto& segment = context.segments[span.segment()];
+    if (span.position_offset() != 0) {
+      return Err(Code::kIncompatible, Reason::kVersion, "context '{}' holds a moved span, which this version cannot read",
+                 card.id());
+    }
+    uint64_t whole = 0;  // tokens of all pages but the last
+    const uint64_t end_page = uint64_t{span.first_page()} + span.n_pages();
+    bool fits = span.n_pages() > 0 && end_page <= segment->pages().size();
+    for (uint64_t page = span.first_page(); fits && page < end_page; ++page) {
+      fits = segment->pages()[page].first_position == position + whole;
+      if (page + 1 < end_page) whole += segment->pages()[page].tokens;
+    }
+    fits = fits && span.n_tokens() > whole && span.n_tokens() <= whole + segment->pages()[end_page - 1].tokens;
+    if (!fits) {
+      return Err(Code::kCorrupt, Reason::kChecksum, "a span of context '{}' does not match the pages of its segment", card.id());
+    }
+    spans.push_back({segment, span.first_page(), span.n_pages(), static_cast<int>(span.n_tokens())});
+    position += span.n_tokens();
+  }
+  for (const uint32_t token : card.token_ids()) {
+    if (token >= static_cast<uint32_t>(s.model->params().n_vocab)) {
+      return Err(Code::kCorrupt, Reason::kTokenizerMismatch, "context '{}' has token {}, the vocabulary has {}", card.id(),
+                 token, s.model->params().n_vocab);
+    }
+  }
+  s.kv->Reset(std::move(spans));
+  s.tokens.assign(card.token_ids().begin(), card.token_ids().end());
+  s.parents = {card.id()};
+  s.logits.clear();
+  s.stats = Stats{};
+  s.stats.tokens_reused = card.token_ids_size();
+  return {};
+}
+
+Status Sequence::Forward(std::span<const Token> tokens) {
+  Impl& s = *impl_;
+  QKV_RETURN_IF_ERROR(s.kv->Verify(s.options.n_threads));
+  std::vector<Token> again;
+  if (tokens.empty()) {
+    if (s.tokens.empty()) return Err(Code::kInvalidArgument, "there is nothing to read: no context and no tokens");
+    again = {s.tokens.back()};
+    QKV_RETURN_IF_ERROR(Truncate(static_cast<int>(s.tokens.size()) - 1));
+    s.stats.tokens_reused = std::min<int64_t>(s.stats.tokens_reused, static_cast<int64_t>(s.tokens.size()));
+    tokens = again;
+  }
+  const size_t before = s.tokens.size();
+  if (tokens.size() > static_cast<size_t>(s.options.n_ctx) - before) {
+    return Err(Code::kInvalidArgument, Reason::kTooLong, "{} tokens in the context and {} more do not fit a context size of {}",
+               before, tokens.size(), s.options.n_ctx);
+  }
+  for (const Token token : tokens) {
+    if (token < 0 || token >= s.model->params().n_vocab) {
+      return Err(Code::kInvalidArgument, "token {} is outside the vocabulary of {}", token, s.model->params().n_vocab);
+    }
+  }
+  s.all_logits.clear();
+  for (size_t done = 0; done < tokens.size();) {
+    const size_t n = std::min<size_t>(tokens.size() - done, s.options.n_batch);
+    if (auto status = s.Compute(tokens.subspan(done, n), done == 0, done + n == tokens.size()); !status) {
+      (void)Truncate(static_cast<int>(before));
+      return status;
+    }
+    done += n;
+    if (s.options.on_progress && n < tokens.size()) s.options.on_progress(done, tokens.size());
+  }
+  s.stats.tokens_recomputed += static_cast<int64_t>(tokens.size());
+  return {};
+}
+
+std::span<const float> Sequence::logits() const { return impl_->logits; }
+void Sequence::KeepAllLogits(bool keep) { impl_->keep_all_logits = keep; }
+std::span<const float> Sequence::all_logits() const { return impl_->all_logits; }
+const std::vector<Token>& Sequence::tokens() const { return impl_->tokens; }
+int Sequence::n_ctx() const { return impl_->options.n_ctx; }
+const Model& Sequence::model() const { return *impl_->model; }
+
+void Sequence::Clear() {
+  impl_->kv->Reset({});
+  impl_->tokens.clear();
+  impl_->parents.clear();
+  impl_->logits.clear();
+  impl_->stats = Stats{};
+}
+
+Status Sequence::Truncate(int n_tokens) {
+  Impl& s = *impl_;
+  if (n_tokens < 0 || n_tokens > static_cast<int>(s.tokens.size())) {
+    return Err(Code::kInvalidArgument, "cannot truncate {} tokens to {}", s.tokens.size(), n_tokens);
+  }
+  QKV_RETURN_IF_ERROR(s.kv->Truncate(n_tokens));
+  s.tokens.resize(n_tokens);
+  return {};
+}
+
+Result<Context> Sequence::Publish(const PublishInfo& info) {
+  Impl& s = *impl_;
+  if (s.tokens.empty()) return Err(Code::kInvalidArgument, "cannot publish an empty context");
+  if (!info.name.empty()) QKV_RETURN_IF_ERROR(ValidateContextName(info.name));
+  QKV_ASSIGN_OR_RETURN(const std::vector<SegmentSpan> spans, s.kv->SealAll());
+
+  Context context;
+  CacheCard& card = context.card;
+  card.set_id(NewContextId());
+  card.set_name(info.name);
+  for (const std::string& parent : s.parents) card.add_parents(parent);
+  card.set_created_unix_ms(NowUnixMs());
+  card.mutable_producer()->set_pid(::getpid());
+  card.mutable_producer()->set_program("qkvshare");
+  card.mutable_producer()->set_agent(info.agent);
+  *card.mutable_model() = s.model->identity();
+  auto* format = card.mutable_format();
+  format->set_segment_version(kSegmentVersion);
+  format->set_page_tokens(kPageTokens);
+  format->set_rotation("none");
+  format->set_byte_order("little");
+  format->set_cpu_features(CpuFeatures());
+  format->set_kv(ToString(s.options.kv));
+  uint32_t position = 0;
+  for (const SegmentSpan& span : spans) {
+    auto known = std::find(context.segments.begin(), context.segments.end(), span.segment);
+    if (known == context.segments.end()) {
+      known = context.segments.insert(known, span.segment);
+      auto* segment = card.add_segments();
+      segment->set_digest(span.segment->digest());
+      segment->set_bytes(span.segment->bytes());
+      segment->set_n_pages(span.segment->pages().size());
+    }
+    auto* out = card.add_spans();
+    out->set_segment(static_cast<uint32_t>(known - context.segments.begin()));
+    out->set_first_page(span.first_page);
+    out->set_n_pages(span.n_pages);
+    out->set_n_tokens(span.n_tokens);
+    out->set_first_position(position);
+    position += span.n_tokens;
+  }
+  card.mutable_token_ids()->Add(s.tokens.begin(), s.tokens.end());
+  card.mutable_mask()->set_kind(::qkvshare::v1::MaskState::CAUSAL);
+  card.mutable_turn()->set_open_turn(info.open_turn);
+  card.mutable_turn()->set_sampler(info.sampler);
+  card.mutable_turn()->set_seed(info.seed);
+  s.parents = {card.id()};
+  return context;
+}
+
+const Sequence::Stats& Sequence::stats() const {
+  Stats& stats = impl_->stats;
+  stats.shared_kv_bytes = impl_->kv->shared_bytes();
+  stats.own_kv_bytes = impl_->kv->own_bytes();
+  stats.tail_bytes = impl_->kv->tail_bytes();
+  stats.verify_ms = impl_->kv->verify_ms();
+  stats.encode_ms = impl_->kv->encode_ms();
+  stats.encode_wait_ms = impl_->kv->encode_wait_ms();
+  return stats;
+}
+
+}  // namespace qkv

@@ -1,0 +1,106 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A live context: what an agent has read so far, and the means to read more (DESIGN §3, §7).
+//
+//   spans of sealed pages (shared)  |  own pages in an open segment  |  tail: newest tokens, fp16 blocks, private
+//
+// Forward() appends tokens and leaves the logits of the last one. Within one call K and V of that call stay fp16; when
+// it ends, full pages go to an encoder thread and are read as pages from a position on that depends on the sequence of
+// calls only, never on timing. Publish() turns the rest of the tail into a page and seals: from then on this sequence
+// and every consumer read the same bytes, so going on is bit for bit the same in either.
+//
+// Owned by one thread at a time. Its segments are shared by shared_ptr; the Model must outlive it.
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "qkv/attention/attention.h"
+#include "qkv/engine/model.h"
+#include "qkv/engine/vocab.h"
+#include "qkv/segment/segment.h"
+
+namespace qkv {
+
+struct SequenceOptions {
+  int n_ctx = 4096;   // tokens; beyond it Forward refuses
+  int n_threads = 2;
+  int n_batch = 512;  // tokens per graph in prefill
+  CodecPair kv;       // of the pages that this sequence writes
+  // K and V of one Forward call stay fp16 until it ends, up to this many bytes; beyond it older pages are encoded early.
+  uint64_t tail_budget_bytes = uint64_t{1} << 30;
+  // Called on the caller's thread after every batch of a Forward that takes more than one.
+  std::function<void(size_t done, size_t total)> on_progress;
+};
+
+// A context as it is handed over: the card, and the segments it names.
+struct Context {
+  CacheCard card;
+  std::vector<std::shared_ptr<const Segment>> segments;  // in the card's order
+};
+
+class Sequence {
+ public:
+  static Result<std::unique_ptr<Sequence>> Create(std::shared_ptr<const Model> model, const SequenceOptions& options);
+  ~Sequence();
+
+  // Goes on from `context`, which replaces whatever was here. The card must be compatible with the model
+  // (CheckCompatible) and its segments must match it; otherwise nothing changes. Pages are verified before the next
+  // Forward reads them. O(spans + tokens of the card), independent of the bytes.
+  Status Attach(const Context& context);
+
+  // Appends tokens and computes the last one's logits. With no tokens, the last token is dropped and read again, which
+  // is how a consumer that has nothing new to say gets logits. Errors: kInvalidArgument/too_long with both numbers
+  // (nothing changed), kCorrupt/checksum when a page fails its verification (nothing changed), kExhausted.
+  Status Forward(std::span<const Token> tokens);
+
+  // [n_vocab], of the last token of the last Forward; valid until the next call.
+  std::span<const float> logits() const;
+  // [tokens of the last Forward][n_vocab]; only when Forward was preceded by KeepAllLogits(true). For evaluation.
+  void KeepAllLogits(bool keep);
+  std::span<const float> all_logits() const;
+
+  // Everything read so far as sealed pages and a card (id, token ids, spans, model identity; name as given). Idempotent
+  // as long as nothing was appended: the same pages, a new card. Errors: kInvalidArgument when the context is empty.
+  struct PublishInfo {
+    std::string name;
+    std::string agent;
+    std::string sampler;
+    uint64_t seed = 0;
+    bool open_turn = true;
+  };
+  Result<Context> Publish(const PublishInfo& info);
+
+  // Forgets everything; attached segments are let go.
+  void Clear();
+
+  // Drops the newest tokens, so that n_tokens are left; pages are cut by reference, never rewritten.
+  Status Truncate(int n_tokens);
+
+  const std::vector<Token>& tokens() const;
+  int n_ctx() const;
+  const Model& model() const;
+
+  struct Stats {
+    int64_t tokens_reused = 0;      // taken over by Attach
+    int64_t tokens_recomputed = 0;  // read by Forward since Create or the last Attach
+    uint64_t shared_kv_bytes = 0;   // pages of attached segments
+    uint64_t own_kv_bytes = 0;      // pages written here
+    uint64_t tail_bytes = 0;
+    double verify_ms = 0;           // checksums of attached pages
+    double encode_ms = 0;           // CPU time of the encoder thread
+    double encode_wait_ms = 0;      // of which Forward had to wait for
+  };
+  const Stats& stats() const;
+
+ private:
+  struct Impl;
+  explicit Sequence(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace qkv

@@ -1,0 +1,325 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/flow/agent_protocol.h"
+
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+namespace qkv {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int kMaxDepth = 8;
+constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+// Beyond this a JSON number may have lost digits on its way through other programs; no count of ours comes near.
+constexpr int64_t kMaxCount = int64_t{1} << 53;
+
+template <class... Handlers>
+struct Overloaded : Handlers... {
+  using Handlers::operator()...;
+};
+
+std::string Line(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n"; }
+
+// For messages.
+std::string Shown(std::string_view text) {
+  constexpr size_t kMost = 80;
+  std::string shown;
+  for (char c : text.substr(0, kMost)) shown += c >= 0x20 && c < 0x7f ? c : '?';
+  return shown + (text.size() > kMost ? "…" : "");
+}
+
+// The parser builds what it reads, so that a line of brackets would cost a hundred times its length: look first.
+bool TooDeep(std::string_view line) {
+  int depth = 0;
+  bool in_string = false;
+  for (size_t i = 0; i < line.size(); ++i) {
+    if (in_string) {
+      if (line[i] == '\\') {
+        ++i;
+      } else if (line[i] == '"') {
+        in_string = false;
+      }
+    } else if (line[i] == '"') {
+      in_string = true;
+    } else if (line[i] == '[' || line[i] == '{') {
+      if (++depth > kMaxDepth) return true;
+    } else if (line[i] == ']' || line[i] == '}') {
+      --depth;
+    }
+  }
+  return false;
+}
+
+Result<Json> ParseObject(std::string_view line) {
+  if (line.size() > kMaxAgentLineBytes) {
+    return Err(Code::kCorrupt, "agent protocol: a line of {} bytes, the limit is {}", line.size(), kMaxAgentLineBytes);
+  }
+  if (TooDeep(line)) return Err(Code::kCorrupt, "agent protocol: nested deeper than {}", kMaxDepth);
+  Json json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object()) {
+    return Err(Code::kCorrupt, "agent protocol: expected a JSON object, found \"{}\"", Shown(line));
+  }
+  return json;
+}
+
+// Reads the fields of one object; remembers the first thing that was wrong, so that a caller checks once, at the end.
+class Fields {
+ public:
+  Fields(const Json& object, std::string type) : object_(object), type_(std::move(type)) {}
+
+  void Read(const char* key, std::string& out) {
+    if (const Json* value = Find(key, &Json::is_string, "text")) out = value->get_ref<const std::string&>();
+  }
+  void Read(const char* key, bool& out) {
+    if (const Json* value = Find(key, &Json::is_boolean, "true or false")) out = value->get<bool>();
+  }
+  void Read(const char* key, double& out, double low, double high) {
+    const Json* value = Find(key, &Json::is_number, "a number");
+    if (value == nullptr) return;
+    const double number = value->get<double>();
+    if (!(number >= low && number <= high)) return Fail(key, "is out of range");
+    out = number;
+  }
+  void Read(const char* key, float& out, double low, double high) {
+    double wide = out;
+    Read(key, wide, low, high);
+    out = static_cast<float>(wide);
+  }
+  void Milliseconds(const char* key, double& out) { Read(key, out, 0, 1e12); }
+  template <class Integer>
+  void Read(const char* key, Integer& out, int64_t low, int64_t high) {
+    const Json* value = Find(key, &Json::is_number_integer, "a whole number");
+    if (value != nullptr) out = static_cast<Integer>(Whole(key, *value, low, high));
+  }
+  void Read(const char* key, std::vector<Token>& out) {
+    const Json* value = Find(key, &Json::is_array, "a list of tokens");
+    if (value == nullptr) return;
+    out.clear();
+    out.reserve(value->size());
+    for (const Json& token : *value) {
+      if (!token.is_number_integer()) return Fail(key, "must be a list of tokens");
+      out.push_back(static_cast<Token>(Whole(key, token, 0, kMaxInt)));
+    }
+  }
+  // One of an enumeration's names.
+  template <class Enum, class NameOf>
+  void OneOf(const char* key, Enum& out, Enum last, NameOf name_of) {
+    const Json* value = Find(key, &Json::is_string, "text");
+    if (value == nullptr) return;
+    for (int i = 0; i <= static_cast<int>(last); ++i) {
+      if (value->get_ref<const std::string&>() == name_of(static_cast<Enum>(i))) {
+        out = static_cast<Enum>(i);
+        return;
+      }
+    }
+    Fail(key, "has an unknown value");
+  }
+  void Read(const char* key, CodecPair& out) {
+    std::string text;
+    Read(key, text);
+    if (error_) return;
+    if (auto pair = ParseCodecPair(text)) {
+      out = *pair;
+    } else {
+      Fail(key, pair.error().message);
+    }
+  }
+
+  Status status() const {
+    if (error_) return tl::unexpected(*error_);
+    return {};
+  }
+
+ private:
+  const Json* Find(const char* key, bool (Json::*is_right)() const noexcept, const char* expected) {
+    const auto found = object_.find(key);
+    if (found == object_.end()) {
+      Fail(key, "is missing");
+    } else if (!((*found).*is_right)()) {
+      Fail(key, fmt::format("must be {}", expected));
+    } else {
+      return &*found;
+    }
+    return nullptr;
+  }
+  int64_t Whole(const char* key, const Json& value, int64_t low, int64_t high) {
+    // An unsigned number beyond int64 would come out negative.
+    const bool huge = value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(kMaxCount);
+    const int64_t number = huge ? 0 : value.get<int64_t>();
+    if (huge || number < low || number > high) Fail(key, "is out of range");
+    return number;
+  }
+  void Fail(const char* key, std::string_view what) {
+    if (!error_) error_ = Error{Code::kCorrupt, fmt::format("agent protocol: {}: '{}' {}", type_, key, what)};
+  }
+
+  const Json& object_;
+  const std::string type_;
+  std::optional<Error> error_;
+};
+
+std::string_view OnMissName(OnMiss on_miss) { return on_miss == OnMiss::kFail ? "fail" : "text"; }
+
+Json ToJson(const AgentSetup& setup) {
+  return {{"type", "setup"},   {"agent", setup.agent},        {"model", setup.model},  {"socket", setup.socket},
+          {"kv", ToString(setup.kv)}, {"n_ctx", setup.n_ctx}, {"threads", setup.threads}};
+}
+
+Json ToJson(const AgentTurn& turn) {
+  return {{"type", "turn"},
+          {"system", turn.system},
+          {"prompt", turn.prompt},
+          {"max_tokens", turn.max_tokens},
+          {"temperature", turn.sampling.temperature},
+          {"top_k", turn.sampling.top_k},
+          {"top_p", turn.sampling.top_p},
+          {"min_p", turn.sampling.min_p},
+          {"seed", turn.sampling.seed},
+          {"inherits", turn.inherits},
+          {"on_miss", OnMissName(turn.on_miss)},
+          {"history", turn.history},
+          {"publish_as", turn.publish_as}};
+}
+
+Json ToJson(const TurnResult& result) {
+  return {{"type", "done"},
+          {"text", result.text},
+          {"output_tokens", result.output_tokens},
+          {"context_tokens", result.context_tokens},
+          {"stopped_by_eos", result.stopped_by_eos},
+          {"mode", HandoffModeName(result.mode)},
+          {"reason", ReasonName(result.reason)},
+          {"reason_detail", result.reason_detail},
+          {"tokens_reused", result.tokens_reused},
+          {"tokens_recomputed", result.tokens_recomputed},
+          {"attach_ms", result.attach_ms},
+          {"ttft_ms", result.ttft_ms},
+          {"decode_ms", result.decode_ms},
+          {"publish_ms", result.publish_ms},
+          {"context_id", result.context_id},
+          {"kv_bytes", result.kv_bytes},
+          {"own_kv_bytes", result.own_kv_bytes}};
+}
+
+TurnResult ReadTurnResult(Fields& fields) {
+  TurnResult result;
+  fields.Read("text", result.text);
+  fields.Read("output_tokens", result.output_tokens);
+  fields.Read("context_tokens", result.context_tokens);
+  fields.Read("stopped_by_eos", result.stopped_by_eos);
+  fields.OneOf("mode", result.mode, HandoffMode::kText, HandoffModeName);
+  fields.OneOf("reason", result.reason, Reason::kVersion, ReasonName);
+  fields.Read("reason_detail", result.reason_detail);
+  fields.Read("tokens_reused", result.tokens_reused, 0, kMaxCount);
+  fields.Read("tokens_recomputed", result.tokens_recomputed, 0, kMaxCount);
+  fields.Milliseconds("attach_ms", result.attach_ms);
+  fields.Milliseconds("ttft_ms", result.ttft_ms);
+  fields.Milliseconds("decode_ms", result.decode_ms);
+  fields.Milliseconds("publish_ms", result.publish_ms);
+  fields.Read("context_id", result.context_id);
+  fields.Read("kv_bytes", result.kv_bytes, 0, kMaxCount);
+  fields.Read("own_kv_bytes", result.own_kv_bytes, 0, kMaxCount);
+  return result;
+}
+
+}  // namespace
+
+std::string ToLine(const AgentCommand& command) {
+  return std::visit([](const auto& value) { return Line(ToJson(value)); }, command);
+}
+
+std::string ToLine(const AgentEvent& event) {
+  return Line(std::visit(
+      Overloaded{
+          [](const AgentReady& ready) {
+            return Json{{"type", "ready"}, {"load_ms", ready.load_ms}, {"tokenizer", ready.tokenizer}};
+          },
+          [](const AgentText& text) {
+            return Json{{"type", "text"}, {"piece", text.piece}};
+          },
+          [](const AgentDone& done) { return ToJson(done.result); },
+          [](const AgentFailed& failed) {
+            return Json{{"type", "error"},
+                        {"code", CodeName(failed.error.code)},
+                        {"message", failed.error.message},
+                        {"reason", ReasonName(failed.error.reason)}};
+          },
+      },
+      event));
+}
+
+Result<AgentCommand> ParseAgentCommand(std::string_view line) {
+  QKV_ASSIGN_OR_RETURN(const Json json, ParseObject(line));
+  std::string type;
+  Fields top(json, "command");
+  top.Read("type", type);
+  QKV_RETURN_IF_ERROR(top.status());
+  Fields fields(json, type);
+  AgentCommand command;
+  if (type == "setup") {
+    AgentSetup setup;
+    fields.Read("agent", setup.agent);
+    fields.Read("model", setup.model);
+    fields.Read("socket", setup.socket);
+    fields.Read("kv", setup.kv);
+    fields.Read("n_ctx", setup.n_ctx, 1, kMaxInt);
+    fields.Read("threads", setup.threads, 1, 1024);
+    command = std::move(setup);
+  } else if (type == "turn") {
+    AgentTurn turn;
+    fields.Read("system", turn.system);
+    fields.Read("prompt", turn.prompt);
+    fields.Read("max_tokens", turn.max_tokens, 1, kMaxInt);
+    fields.Read("temperature", turn.sampling.temperature, 0, 100);
+    fields.Read("top_k", turn.sampling.top_k, 0, kMaxInt);
+    fields.Read("top_p", turn.sampling.top_p, 0, 1);
+    fields.Read("min_p", turn.sampling.min_p, 0, 1);
+    fields.Read("seed", turn.sampling.seed, 0, std::numeric_limits<uint32_t>::max());
+    fields.Read("inherits", turn.inherits);
+    fields.OneOf("on_miss", turn.on_miss, OnMiss::kFail, OnMissName);
+    fields.Read("history", turn.history);
+    fields.Read("publish_as", turn.publish_as);
+    command = std::move(turn);
+  } else {
+    return Err(Code::kCorrupt, "agent protocol: expected a command, found type '{}'", Shown(type));
+  }
+  QKV_RETURN_IF_ERROR(fields.status());
+  return command;
+}
+
+Result<AgentEvent> ParseAgentEvent(std::string_view line) {
+  QKV_ASSIGN_OR_RETURN(const Json json, ParseObject(line));
+  std::string type;
+  Fields top(json, "event");
+  top.Read("type", type);
+  QKV_RETURN_IF_ERROR(top.status());
+  Fields fields(json, type);
+  AgentEvent event;
+  if (type == "ready") {
+    AgentReady ready;
+    fields.Milliseconds("load_ms", ready.load_ms);
+    fields.Read("tokenizer", ready.tokenizer);
+    event = std::move(ready);
+  } else if (type == "text") {
+    AgentText text;
+    fields.Read("piece", text.piece);
+    event = std::move(text);
+  } else if (type == "done") {
+    event = AgentDone{ReadTurnResult(fields)};
+  } else if (type == "error") {
+    AgentFailed failed;
+    fields.OneOf("code", failed.error.code, Code::kInternal, CodeName);
+    fields.Read("message", failed.error.message);
+    fields.OneOf("reason", failed.error.reason, Reason::kVersion, ReasonName);
+    event = std::move(failed);
+  } else {
+    return Err(Code::kCorrupt, "agent protocol: expected an event, found type '{}'", Shown(type));
+  }
+  QKV_RETURN_IF_ERROR(fields.status());
+  return event;
+}
+
+}  // namespace qkv

@@ -1,0 +1,389 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/flow/flow_file.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <rapidcheck.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+
+namespace qkv {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::EndsWith;
+using ::testing::Eq;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+constexpr char kGood[] = R"(name: report
+model: models/tiny.gguf
+n_ctx: 2048
+threads: 3
+kv: [i8, "k=i8,v=i4"]
+inputs:
+  topic: river mills
+agents:
+  - name: writer
+    system: You write.
+    prompt: "Write about {{input.topic}}."
+    max_tokens: 150
+    seed: 7
+    temperature: 0.5
+    top_k: 20
+    top_p: 0.9
+    min_p: 0.1
+    kv: i4
+    on_miss: fail
+  - name: editor
+    inherits: writer
+    prompt: |
+      Improve this: {{ writer.output }}
+)";
+
+// The whole message of the error that `yaml` gives; "no error" if there is none.
+std::string ErrorOf(const std::string& yaml) {
+  auto flow = ParseFlow(yaml, "f.yaml");
+  if (flow) return "no error";
+  EXPECT_EQ(flow.error().code, Code::kInvalidArgument) << flow.error().message;
+  EXPECT_EQ(flow.error().message.find('\n'), std::string::npos) << "an error is one line";
+  return flow.error().message;
+}
+
+// A flow of agents given as their own lines, so that line 2 is the first agent's first.
+std::string Agents(const std::string& items) { return "agents:\n" + items; }
+
+class FlowFileTest : public ::testing::Test {
+ protected:
+  FlowFileTest() {
+    std::string path = (std::filesystem::temp_directory_path() / "flow_file_test.XXXXXX").string();
+    EXPECT_NE(::mkdtemp(path.data()), nullptr);
+    directory_ = path;
+  }
+  ~FlowFileTest() override { std::filesystem::remove_all(directory_); }
+
+  std::string Write(const std::string& name, std::string_view text) {
+    const std::string path = (directory_ / name).string();
+    std::ofstream(path, std::ios::binary) << text;
+    return path;
+  }
+
+  std::filesystem::path directory_;
+};
+
+TEST(FlowFile, ReadsEveryKey) {
+  auto flow = ParseFlow(kGood, "dir/f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->name, "report");
+  EXPECT_EQ(flow->model, "dir/models/tiny.gguf");
+  EXPECT_EQ(flow->n_ctx, 2048);
+  EXPECT_EQ(flow->threads, 3);
+  EXPECT_THAT(flow->kv, ElementsAre(CodecPair{CodecId::kI8, CodecId::kI8}, CodecPair{CodecId::kI8, CodecId::kI4}));
+  EXPECT_EQ(flow->inputs.at("topic"), "river mills");
+  ASSERT_EQ(flow->agents.size(), 2u);
+  const FlowAgent& writer = flow->agents[0];
+  EXPECT_EQ(writer.name, "writer");
+  EXPECT_EQ(writer.system, "You write.");
+  EXPECT_EQ(writer.max_tokens, 150);
+  EXPECT_EQ(writer.sampling.seed, 7u);
+  EXPECT_EQ(writer.sampling.temperature, 0.5f);
+  EXPECT_EQ(writer.sampling.top_k, 20);
+  EXPECT_EQ(writer.sampling.top_p, 0.9f);
+  EXPECT_EQ(writer.sampling.min_p, 0.1f);
+  EXPECT_EQ(writer.kv, (CodecPair{CodecId::kI4, CodecId::kI4}));
+  EXPECT_EQ(writer.on_miss, OnMiss::kFail);
+  const FlowAgent& editor = flow->agents[1];
+  EXPECT_EQ(editor.inherits, "writer");
+  EXPECT_EQ(editor.on_miss, OnMiss::kText);
+  EXPECT_FALSE(editor.kv.has_value());
+  const auto graph = flow->Graph();
+  EXPECT_EQ(graph[1].inherits, 0);
+  EXPECT_THAT(graph[1].needs, ElementsAre(0));
+}
+
+TEST(FlowFile, DefaultsNeedOnlyAnAgentWithAPrompt) {
+  auto flow = ParseFlow("agents: [{name: solo, prompt: hello}]", "dir/my_flow.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->name, "my_flow");
+  EXPECT_EQ(flow->model, "");
+  EXPECT_TRUE(flow->kv.empty());
+  EXPECT_EQ(flow->agents[0].sampling.temperature, 0.0f) << "greedy";
+}
+
+TEST(FlowFile, NullInheritsMeansNobody) {
+  auto flow = ParseFlow("agents: [{name: solo, prompt: hello, inherits: null}]", "f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->agents[0].inherits, "");
+}
+
+TEST(FlowFile, AgentsMayStandInAnyOrder) {
+  auto flow = ParseFlow("agents: [{name: b, inherits: a}, {name: a, prompt: hello}]", "f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->Graph()[0].inherits, 1);
+}
+
+TEST(FlowFileErrors, UnknownKeySuggestsTheNearest) {
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    promt: hi\n")), "f.yaml:3:5: unknown key 'promt', did you mean 'prompt'?");
+  EXPECT_EQ(ErrorOf("agnets: []\n"), "f.yaml:1:1: unknown key 'agnets', did you mean 'agents'?");
+  EXPECT_EQ(ErrorOf("inputs: {a: {fil: x}}\nagents: [{name: a, prompt: b}]\n"),
+            "f.yaml:1:14: unknown key 'fil', did you mean 'file'?");
+}
+
+TEST(FlowFileErrors, UnknownKeyWithoutANearOneSuggestsNothing) {
+  EXPECT_EQ(ErrorOf("colour: red\n"), "f.yaml:1:1: unknown key 'colour'");
+}
+
+TEST(FlowFileErrors, KeyThatIsThereTwice) {
+  EXPECT_EQ(ErrorOf("name: a\nname: b\nagents: []\n"), "f.yaml:2:1: key 'name' is there twice");
+}
+
+TEST(FlowFileErrors, DuplicateAgent) {
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: x\n  - name: a\n    prompt: y\n")),
+            "f.yaml:4:11: a second agent is called 'a'");
+}
+
+TEST(FlowFileErrors, InheritsFromNobodyKnownSuggestsTheNearest) {
+  EXPECT_EQ(ErrorOf(Agents("  - {name: writer, prompt: x}\n  - name: editor\n    inherits: writr\n")),
+            "f.yaml:4:15: agent 'editor' inherits from 'writr', but there is no such agent, did you mean 'writer'?");
+}
+
+TEST(FlowFileErrors, CycleIsNamedInFull) {
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    inherits: b\n  - name: b\n    inherits: c\n  - name: c\n    inherits: a\n")),
+            "f.yaml:3:15: agent 'a' inherits from 'b', which is not before it (a → b → c → a)");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    inherits: a\n")),
+            "f.yaml:3:15: agent 'a' inherits from 'a', which is not before it (a → a)");
+}
+
+TEST(FlowFileErrors, OutputOfAnAgentThatIsNotBefore) {
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: see {{b.output}}\n  - name: b\n    inherits: a\n")),
+            "f.yaml:3:13: agent 'a' uses {{b.output}}, but 'b' is not before it (a → b → a)");
+}
+
+TEST(FlowFileErrors, ReferenceToNobody) {
+  EXPECT_EQ(ErrorOf(Agents("  - {name: writer, prompt: x}\n  - name: b\n    prompt: see {{wirter.output}}\n")),
+            "f.yaml:4:13: agent 'b': {{wirter.output}}: there is no agent 'wirter', did you mean 'writer'?");
+  EXPECT_EQ(ErrorOf("inputs: {topic: x}\n" + Agents("  - {name: a, prompt: 'on {{input.topics}}'}\n")),
+            "f.yaml:3:23: agent 'a': there is no input 'topics', did you mean 'topic'?");
+}
+
+TEST(FlowFileErrors, MalformedReference) {
+  EXPECT_EQ(ErrorOf(Agents("  - {name: a, prompt: 'on {{topic}}'}\n")),
+            "f.yaml:2:23: agent 'a': '{{topic}}' is no reference: expected {{input.<name>}} or {{<agent>.output}}");
+  EXPECT_EQ(ErrorOf(Agents("  - {name: a, prompt: 'on {{input.x'}\n")),
+            "f.yaml:2:23: agent 'a': '{{input.x' has no closing '}}'");
+}
+
+TEST(FlowFileErrors, UnquotedBracesGetAHint) {
+  EXPECT_THAT(ErrorOf(Agents("  - name: a\n    prompt: {{input.x}} and more\n")),
+              AllOf(StartsWith("f.yaml:3:"), HasSubstr("must be in quotes")));
+  EXPECT_THAT(ErrorOf(Agents("  - name: a\n    prompt: {{input.x}}\n")),
+              AllOf(StartsWith("f.yaml:3:13: prompt: expected text, found a map"), HasSubstr("must be in quotes")));
+}
+
+TEST(FlowFileErrors, NoAgents) {
+  EXPECT_EQ(ErrorOf("name: a\n"), "f.yaml:1:1: key 'agents' is missing");
+  EXPECT_EQ(ErrorOf("agents: []\n"), "f.yaml:1:9: agents: the list is empty");
+  EXPECT_THAT(ErrorOf(""), HasSubstr("f.yaml:1:1: "));
+  EXPECT_THAT(ErrorOf("agents:\n"), HasSubstr("agents: expected a list of agents, found nothing"));
+}
+
+TEST(FlowFileErrors, WrongTypes) {
+  EXPECT_EQ(ErrorOf("just text\n"), "f.yaml:1:1: flow: expected a map of keys, found text");
+  EXPECT_EQ(ErrorOf("- a\n- b\n"), "f.yaml:1:1: flow: expected a map of keys, found a list");
+  EXPECT_EQ(ErrorOf("agents: {a: b}\n"), "f.yaml:1:9: agents: expected a list of agents, found a map");
+  EXPECT_EQ(ErrorOf("agents: [writer]\n"), "f.yaml:1:10: agent: expected a map of keys, found text");
+  EXPECT_EQ(ErrorOf("inputs: [a]\nagents: [{name: a, prompt: b}]\n"),
+            "f.yaml:1:9: inputs: expected a map of keys, found a list");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: [x]\n")), "f.yaml:3:13: prompt: expected text, found a list");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    max_tokens: many\n")),
+            "f.yaml:4:17: max_tokens: expected a whole number from 1 to 1048576, found 'many'");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    max_tokens: 1.5\n")),
+            "f.yaml:4:17: max_tokens: expected a whole number from 1 to 1048576, found '1.5'");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    temperature: nan\n")),
+            "f.yaml:4:18: temperature: expected a number from 0 to 100, found 'nan'");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    ? [x]\n    : y\n")), "f.yaml:4:7: agent: a key must be text");
+}
+
+TEST(FlowFileErrors, NumbersOutOfRange) {
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    max_tokens: 0\n")),
+            "f.yaml:4:17: max_tokens: expected a whole number from 1 to 1048576, found '0'");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    max_tokens: 99999999999999999999\n")),
+            "f.yaml:4:17: max_tokens: expected a whole number from 1 to 1048576, found '99999999999999999999'");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    seed: -1\n")),
+            "f.yaml:4:11: seed: expected a whole number from 0 to 4294967295, found '-1'");
+  EXPECT_EQ(ErrorOf("n_ctx: 7\nagents: []\n"), "f.yaml:1:8: n_ctx: expected a whole number from 32 to 1048576, found '7'");
+}
+
+TEST(FlowFileErrors, BadCodecSaysWhichThereAre) {
+  EXPECT_EQ(ErrorOf("kv: i9\nagents: []\n"), "f.yaml:1:5: kv: " + ParseCodecPair("i9").error().message);
+  EXPECT_EQ(ErrorOf("kv: [i8, i9]\nagents: []\n"), "f.yaml:1:10: kv: " + ParseCodecPair("i9").error().message);
+  EXPECT_EQ(ErrorOf("kv: [i8, i4, i8]\nagents: []\n"), "f.yaml:1:14: kv: i8 is there twice");
+}
+
+TEST(FlowFileErrors, OnMissSuggests) {
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    on_miss: txt\n")),
+            "f.yaml:4:14: on_miss: expected 'text' or 'fail', found 'txt', did you mean 'text'?");
+}
+
+TEST(FlowFileErrors, NamesAreChecked) {
+  EXPECT_THAT(ErrorOf(Agents("  - name: a b\n    prompt: x\n")), StartsWith("f.yaml:2:11: agent name 'a b': expected "));
+  EXPECT_THAT(ErrorOf(Agents("  - name: input\n    prompt: x\n")), StartsWith("f.yaml:2:11: no agent can be called"));
+  EXPECT_THAT(ErrorOf(Agents("  - prompt: x\n")), Eq("f.yaml:2:5: agent: key 'name' is missing"));
+  EXPECT_THAT(ErrorOf("inputs: {a.b: x}\nagents: []\n"), StartsWith("f.yaml:1:10: input name 'a.b': expected "));
+}
+
+TEST(FlowFileErrors, AgentWithNothingToRead) {
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n")), "f.yaml:2:5: agent 'a': it has nothing to read: 'prompt' is missing or empty");
+}
+
+TEST(FlowFileErrors, SystemMessageBehindAnInheritedContext) {
+  EXPECT_THAT(ErrorOf(Agents("  - {name: a, prompt: x}\n  - name: b\n    inherits: a\n    system: Be brief.\n")),
+              StartsWith("f.yaml:5:13: agent 'b': 'system' has no place"));
+}
+
+TEST(FlowFileErrors, NotYaml) {
+  EXPECT_THAT(ErrorOf("agents: [\n  {name: 'a\n"), StartsWith("f.yaml:"));
+  EXPECT_THAT(ErrorOf("a: b: c\n"), StartsWith("f.yaml:1:"));
+  EXPECT_EQ(ErrorOf("name: ok\n# \xff\n"), "f.yaml:2:3: not UTF-8 text");
+  EXPECT_EQ(ErrorOf(std::string("name: \0x\n", 9)), "f.yaml:1:7: not UTF-8 text");
+  EXPECT_EQ(ErrorOf("agents: [{name: a, prompt: b}]\n---\nagents: []\n"),
+            "f.yaml:3:1: a second YAML document; a file holds one flow");
+  EXPECT_THAT(ErrorOf("name: *nobody\n"), StartsWith("f.yaml:1:"));
+}
+
+TEST(FlowFileErrors, EscapesCannotSmuggleInWhatIsNotText) {
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: \"x\\0y\"\n")), "f.yaml:3:13: prompt: not UTF-8 text");
+}
+
+TEST(FlowFileErrors, HugeFile) {
+  EXPECT_THAT(ErrorOf(std::string(kMaxFlowFileBytes + 1, ' ')), StartsWith("f.yaml:1:1: larger than 16 MiB"));
+}
+
+TEST(FlowFileErrors, ManyAgents) {
+  std::string items;
+  for (size_t i = 0; i <= kMaxFlowAgents; ++i) items += fmt::format("  - {{name: a{}, prompt: x}}\n", i);
+  EXPECT_EQ(ErrorOf(Agents(items)), "f.yaml:2:3: agents: more than 64");
+}
+
+TEST(FlowFileErrors, DeepNestingEndsQuickly) {
+  const auto start = std::chrono::steady_clock::now();
+  for (const char* piece : {"[", "{a: ", "- ", "? "}) {
+    std::string yaml = "agents: \n";
+    while (yaml.size() < (size_t{1} << 20)) yaml += piece;
+    EXPECT_THAT(ErrorOf(yaml), StartsWith("f.yaml:")) << piece;
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+}
+
+TEST(FlowFileErrors, AliasBombCostsNothing) {
+  std::string yaml = "inputs:\n  a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n";
+  for (int i = 1; i < 40; ++i) {
+    yaml += fmt::format("  a{0}: &a{0} [*a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}]\n", i, i - 1);
+  }
+  EXPECT_THAT(ErrorOf(yaml + "agents: [{name: a, prompt: b}]\n"), HasSubstr("expected text, found a list"));
+}
+
+TEST(FlowFileErrors, AliasesCannotMultiplyALargeText) {
+  // 40 agents with one prompt of 2 MiB are 80 MiB of text in a file of 2.
+  std::string yaml = "agents:\n  - {name: a0, prompt: &big '" + std::string(2 << 20, 'x') + "'}\n";
+  for (int i = 1; i < 40; ++i) yaml += fmt::format("  - {{name: a{}, prompt: *big}}\n", i);
+  EXPECT_THAT(ErrorOf(yaml), HasSubstr("prompt: the flow's texts are more than 64 MiB together"));
+}
+
+TEST(FlowFileErrors, AliasToItself) {
+  EXPECT_THAT(ErrorOf("agents: &a [*a]\n"), StartsWith("f.yaml:1:"));
+}
+
+TEST(FlowFile, SurvivesArbitraryBytes) {
+  EXPECT_TRUE(rc::check("ParseFlow returns", [](const std::string& bytes) { (void)ParseFlow(bytes, "f.yaml"); }));
+}
+
+TEST(FlowFile, SurvivesEveryDamagedByteOfAGoodFlow) {
+  const std::string good = kGood;
+  for (size_t i = 0; i < good.size(); ++i) {
+    for (char c : {'{', '[', '"', '&', '\n', ':', '\xff'}) {
+      std::string bad = good;
+      bad[i] = c;
+      auto flow = ParseFlow(bad, "f.yaml");
+      if (!flow) {
+        ASSERT_THAT(flow.error().message, StartsWith("f.yaml:"));
+      }
+    }
+  }
+}
+
+TEST_F(FlowFileTest, InputsComeFromFilesBesideTheFlow) {
+  Write("source.txt", "a long text\n");
+  const std::string path = Write("f.yaml", "inputs: {source: {file: source.txt}}\nagents: [{name: a, prompt: '{{input.source}}'}]\n");
+  auto flow = ParseFlowFile(path);
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->inputs.at("source"), "a long text\n");
+}
+
+TEST_F(FlowFileTest, UnreadableInputsSayWhereTheyAreNamed) {
+  const auto error_of = [&](const std::string& file) {
+    const std::string path = Write("f.yaml", "inputs:\n  source:\n    file: " + file + "\nagents: [{name: a, prompt: b}]\n");
+    auto flow = ParseFlowFile(path);
+    EXPECT_FALSE(flow);
+    return flow ? Error{} : flow.error();
+  };
+  const Error missing = error_of("nowhere.txt");
+  EXPECT_EQ(missing.code, Code::kNotFound);
+  EXPECT_THAT(missing.message, AllOf(HasSubstr("f.yaml:3:11: input 'source': cannot read "), HasSubstr("No such file")));
+
+  ASSERT_EQ(::mkfifo((directory_ / "fifo").c_str(), 0600), 0);
+  EXPECT_THAT(error_of("fifo").message, EndsWith("fifo: not a regular file")) << "and it did not wait for a writer";
+  EXPECT_THAT(error_of(".").message, EndsWith("not a regular file"));
+
+  Write("binary", std::string("a\0b", 3));
+  EXPECT_THAT(error_of("binary").message, HasSubstr("is not UTF-8 text"));
+
+  if (::geteuid() != 0) {
+    ::chmod(Write("secret", "x").c_str(), 0);
+    EXPECT_EQ(error_of("secret").code, Code::kDenied);
+  }
+}
+
+TEST_F(FlowFileTest, MissingFlowFileIsNotFound) {
+  auto flow = ParseFlowFile((directory_ / "nothing.yaml").string());
+  ASSERT_FALSE(flow);
+  EXPECT_EQ(flow.error().code, Code::kNotFound);
+}
+
+TEST_F(FlowFileTest, LargestFileIsReadInReasonableTime) {
+  std::string yaml = "agents: [{name: a, prompt: b}]\ninputs:\n  big: |\n";
+  while (yaml.size() + 80 < kMaxFlowFileBytes) yaml += "    sixty-four characters of text make a line, more or less, here\n";
+  const auto start = std::chrono::steady_clock::now();
+  auto flow = ParseFlowFile(Write("f.yaml", yaml));
+  EXPECT_TRUE(flow) << flow.error().message;
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+}
+
+TEST(FillIn, ReplacesReferences) {
+  EXPECT_EQ(FillIn("a {{input.x}} b {{ w.output }}{{w.output}}", {{"x", "1"}}, {{"w", "2"}}).value(), "a 1 b 22");
+  EXPECT_EQ(FillIn("no references, but } and { and {a}", {}, {}).value(), "no references, but } and { and {a}");
+}
+
+TEST(FillIn, DoesNotLookIntoReplacements) {
+  EXPECT_EQ(FillIn("{{input.x}}", {{"x", "{{w.output}}"}}, {{"w", "2"}}).value(), "{{w.output}}");
+}
+
+TEST(FillIn, RefusesWhatIsNotThere) {
+  EXPECT_EQ(FillIn("{{input.y}}", {{"x", "1"}}, {}).error().code, Code::kInvalidArgument);
+  EXPECT_EQ(FillIn("{{y.output}}", {{"y", "1"}}, {}).error().code, Code::kInvalidArgument);
+}
+
+TEST(FillIn, LimitsTheResult) {
+  const std::map<std::string, std::string> inputs{{"x", std::string(kMaxFlowFileBytes, 'x')}};
+  EXPECT_EQ(FillIn("{{input.x}}{{input.x}}{{input.x}}{{input.x}}", inputs, {}).value().size(), kMaxFlowTextBytes);
+  EXPECT_FALSE(FillIn("{{input.x}}{{input.x}}{{input.x}}{{input.x}}!", inputs, {}));
+}
+
+}  // namespace
+}  // namespace qkv

@@ -1,0 +1,68 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Runs a flow: one process per agent, all started at once so that loading models is off the path; each gets its turn
+// when the plan says so. Handing over goes through a broker, embedded unless one is named; the text mode is the same
+// flow without sharing, for comparison and as what everything falls back to.
+//
+// Blocks the calling thread, which must live until it returns (the agents end with it). Several runs may go on at once.
+// When it returns, or the process is killed, no agent's process is left.
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "qkv/flow/flow_file.h"
+#include "qkv/flow/report.h"
+
+namespace qkv {
+
+// Borrowed until the callback returns.
+struct FlowEvent {
+  enum class Kind : uint8_t {
+    kReady,     // its model is loaded
+    kStarted,   // its turn began
+    kText,      // `text` was generated
+    kFinished,  // `result`
+    kFailed,    // `error`
+    kSkipped,   // something it needs failed
+    kReleased,  // the last reader of its context is through; the broker forgets it
+  };
+  Kind kind;
+  std::string_view agent;
+  std::string_view text;
+  const TurnResult* result = nullptr;
+  const Error* error = nullptr;
+};
+
+struct RunOptions {
+  FlowMode mode = FlowMode::kHandoff;
+  std::optional<CodecPair> kv;  // handoff only; nothing: HandoffCodecs(flow)'s first. Text mode keeps f16 pages.
+  std::string socket;           // an existing broker's; empty: one of our own, in a private directory
+  uint64_t budget_bytes = uint64_t{4} << 30;  // of our own broker
+  std::chrono::milliseconds load_deadline = std::chrono::minutes(2);
+  std::chrono::milliseconds turn_deadline = std::chrono::minutes(30);
+  const std::atomic<bool>* stop = nullptr;  // set it (from a signal handler, say): all ends within a second
+  std::function<void(const FlowEvent&)> on_event;  // on the calling thread
+  // What runs an agent; empty: this very program with the argument "agent-worker".
+  std::vector<std::string> worker_argv;
+};
+
+// The flow's own list, or i8 and i4.
+std::vector<CodecPair> HandoffCodecs(const Flow& flow);
+
+// An agent's failure is in the result, not an error: the others' work is there too. Errors: kInvalidArgument (an agent
+// without a model), the broker's and the system's when starting.
+Result<ModeResult> RunFlow(const Flow& flow, const RunOptions& options);
+
+// Text mode, then handing over with each of HandoffCodecs(flow) (`options.mode` and `options.kv` are not looked at), one
+// after the other. `on_mode` is told which one begins. Ends early when stopped.
+Result<FlowReport> CompareModes(const Flow& flow, const RunOptions& options,
+                                const std::function<void(FlowMode, CodecPair)>& on_mode = {});
+
+}  // namespace qkv

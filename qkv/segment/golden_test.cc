@@ -1,0 +1,138 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+
+// tests/golden/segment-v1.bin, written once by version 1 and readable ever since; the values here are written by hand.
+// QKV_WRITE_GOLDEN=1 rewrites the file: only together with a new kSegmentVersion, under a new name.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <sstream>
+
+#include "qkv/segment/test_support.h"
+
+namespace qkv {
+namespace {
+
+using namespace test;  // NOLINT: helpers of these tests
+
+// 32 channels; exact in f16, with another largest value in every token.
+float Value(Side side, int token, int channel) {
+  const float k = static_cast<float>((token + 1) * (channel - 16)) / 64;
+  return side == Side::kK ? k : -k / 2;
+}
+
+Bytes MakeGoldenSegment() {
+  auto writer = Take(SegmentWriter::Create(kSmall, 2 * 4096, kModelDigest));
+  const auto append = [&](CodecPair codecs, int tokens, uint32_t position) {
+    const PageLayout layout(kSmall, codecs);
+    Take(writer->Append(codecs, tokens, position, [&](std::byte* page) {
+      for (const Side side : {Side::kK, Side::kV}) {
+        std::vector<float> rows;
+        for (int token = 0; token < tokens; ++token) {
+          for (int channel = 0; channel < 32; ++channel) rows.push_back(Value(side, token, channel));
+        }
+        CodecOf(side == Side::kK ? codecs.k : codecs.v)
+            .encode(side, rows.data(), tokens, 32, page + layout.BlockOffset(side, 0, 0));
+      }
+    }));
+  };
+  append(kF16Pair, 32, 0);
+  append(kI8Pair, 5, 32);
+  return BytesOf(*Take(SegmentWriter::Seal(std::move(writer))));
+}
+
+Bytes GoldenSegment() {
+  const auto path = GoldenPath("segment-v1.bin");
+  if (WritesGolden()) WriteFile(path, MakeGoldenSegment());
+  return ReadFile(path);
+}
+
+TEST(GoldenSegment, VersionOneOpensAndHoldsWhatWasWritten) {
+  const Bytes bytes = GoldenSegment();
+  ASSERT_EQ(bytes.size(), 12288u);
+  EXPECT_EQ(std::memcmp(bytes.data(), "QKVSEG01", 8), 0);
+  const auto segment = Take(OpenSealed(bytes));
+  ASSERT_TRUE(segment->Verify(0, 2, 1));
+
+  const SegmentHeader& header = segment->header();
+  EXPECT_EQ(header.version, 1u);
+  EXPECT_EQ(header.n_layers, 1u);
+  EXPECT_EQ(header.n_kv_heads, 1u);
+  EXPECT_EQ(header.k_head_dim, 32u);
+  EXPECT_EQ(header.v_head_dim, 32u);
+  EXPECT_EQ(header.page_tokens, 32u);
+  EXPECT_EQ(header.n_pages, 2u);
+  EXPECT_EQ(header.table_offset, 128u);
+  EXPECT_EQ(header.data_offset, 4096u);
+  EXPECT_EQ(header.file_bytes, 12288u);
+  EXPECT_EQ(header.rotation_seed, 0u);
+  EXPECT_EQ(header.model_digest[1], 0x11);
+  EXPECT_EQ(header.model_digest[15], 0xff);
+
+  const PageEntry& f16 = segment->pages()[0];
+  EXPECT_EQ(f16.k_codec, 1);
+  EXPECT_EQ(f16.v_codec, 1);
+  EXPECT_EQ(f16.tokens, 32);
+  EXPECT_EQ(f16.first_position, 0u);
+  EXPECT_EQ(f16.offset, 4096u);
+  EXPECT_EQ(f16.bytes, 4096u);
+  const PageEntry& i8 = segment->pages()[1];
+  EXPECT_EQ(i8.k_codec, 2);
+  EXPECT_EQ(i8.v_codec, 2);
+  EXPECT_EQ(i8.tokens, 5);
+  EXPECT_EQ(i8.first_position, 32u);
+  EXPECT_EQ(i8.offset, 8192u);
+  EXPECT_EQ(i8.bytes, 4096u);
+
+  for (size_t page = 0; page < 2; ++page) {
+    const int tokens = segment->pages()[page].tokens;
+    const PageLayout layout(segment->geometry(), segment->codecs(page));
+    for (const Side side : {Side::kK, Side::kV}) {
+      std::vector<float> rows(static_cast<size_t>(tokens) * 32);
+      CodecOf(segment->codecs(page).k)
+          .decode(side, segment->page(page) + layout.BlockOffset(side, 0, 0), tokens, 32, rows.data());
+      for (int token = 0; token < tokens; ++token) {
+        // i8: half a step of 1/127 of the token's largest value (channel 0's), and a little for the f16 scale.
+        const float tolerance = page == 0 ? 0 : 0.6f / 127 * std::abs(Value(side, token, 0));
+        for (int channel = 0; channel < 32; ++channel) {
+          ASSERT_NEAR(rows[static_cast<size_t>(token * 32 + channel)], Value(side, token, channel), tolerance)
+              << "page " << page << " token " << token << " channel " << channel;
+        }
+      }
+    }
+  }
+}
+
+// The rows of FORMAT.md's hexdump: "00000000  51 4b …  |QKV…|".
+std::string HexDump(const Bytes& bytes, size_t end) {
+  std::string text;
+  for (size_t at = 0; at < end; at += 16) {
+    text += fmt::format("{:08x} ", at);
+    std::string printable;
+    for (size_t i = at; i < at + 16; ++i) {
+      const auto byte = std::to_integer<unsigned>(bytes[i]);
+      text += fmt::format("{}{:02x}", i == at + 8 ? "  " : " ", byte);
+      printable += byte >= 0x20 && byte < 0x7f ? static_cast<char>(byte) : '.';
+    }
+    text += fmt::format("  |{}|\n", printable);
+  }
+  return text;
+}
+
+TEST(GoldenSegment, TheHexdumpInFormatMdIsOfThisFile) {
+  const Bytes bytes = GoldenSegment();
+  const Bytes document =
+      ReadFile(GoldenPath("segment-v1.bin").parent_path().parent_path().parent_path() / "docs" / "FORMAT.md");
+  std::istringstream lines(std::string(reinterpret_cast<const char*>(document.data()), document.size()));
+  std::string found;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.size() > 10 && line.find("  |") != std::string::npos && line.find_first_not_of("0123456789abcdef") == 8) {
+      found += line.substr(0, line.rfind('|') + 1) + "\n";  // behind it stand the notes
+    }
+  }
+  EXPECT_EQ(found, HexDump(bytes, sizeof(SegmentHeader) + 2 * sizeof(PageEntry)));
+}
+
+}  // namespace
+}  // namespace qkv

@@ -1,0 +1,97 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Bytes of a segment: header, page table, pages (docs/FORMAT.md §1 and §2). The structs are copied out of shared
+// memory, never used in place: bytes from another process are copied, the copy is validated, and only the copy is used.
+// Pure arithmetic and plain data; safe from anywhere.
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "qkv/codec/codec.h"
+
+namespace qkv {
+
+// What a page's size depends on. Same for all pages of a context.
+struct Geometry {
+  int n_layers = 0;    // layers that have a KV cache
+  int n_kv_heads = 0;  // per layer
+  int head_dim = 0;    // of K and of V
+  bool operator==(const Geometry&) const = default;
+};
+
+// FORMAT.md §5: limits of every number that comes from outside.
+inline constexpr int kMaxLayers = 512;
+inline constexpr int kMaxKvHeads = 512;
+inline constexpr uint64_t kMaxSegmentBytes = uint64_t{4} << 30;
+inline constexpr uint32_t kMaxPagesPerSegment = 1u << 20;
+inline constexpr uint32_t kMaxPosition = 1u << 30;  // of any token; positions are below it
+inline constexpr size_t kPageAlignment = 4096;      // pages start on it, so that one page can be mapped alone
+inline constexpr uint32_t kSegmentVersion = 1;      // any change below or in a codec's block layout bumps it
+inline constexpr std::array<char, 8> kSegmentMagic = {'Q', 'K', 'V', 'S', 'E', 'G', '0', '1'};
+inline constexpr uint32_t kByteOrderMark = 0x01020304;
+
+struct SegmentHeader {  // FORMAT.md §1.1
+  std::array<char, 8> magic;
+  uint32_t version;
+  uint32_t byte_order;  // kByteOrderMark as the writer's CPU stores it
+  uint32_t n_layers;
+  uint32_t n_kv_heads;
+  uint32_t k_head_dim;
+  uint32_t v_head_dim;
+  uint32_t page_tokens;
+  uint32_t n_pages;                      // entries used in the page table; written at sealing
+  uint64_t table_offset;                 // sizeof(SegmentHeader)
+  uint64_t data_offset;                  // of the first page
+  uint64_t file_bytes;                   // of the whole sealed segment
+  uint64_t rotation_seed;                // 0: no rotation
+  std::array<uint8_t, 16> model_digest;  // XXH3-128 of the weights
+  std::array<uint8_t, 32> reserved;      // zero
+  uint64_t header_checksum;              // HeaderChecksum()
+};
+static_assert(sizeof(SegmentHeader) == 128 && std::is_trivially_copyable_v<SegmentHeader>);
+
+struct PageEntry {  // FORMAT.md §1.2
+  uint8_t k_codec;  // CodecId
+  uint8_t v_codec;
+  uint16_t tokens;          // 1..32
+  uint32_t first_position;  // of the page's first token in the context it was written for
+  uint64_t offset;          // from the start of the file; a multiple of kPageAlignment
+  uint64_t bytes;           // exactly PageLayout::bytes
+  uint64_t checksum;        // XXH3-64 of those bytes
+};
+static_assert(sizeof(PageEntry) == 32 && std::is_trivially_copyable_v<PageEntry>);
+
+// Where a page's blocks are: [layer][kv_head]{K block, V block}. FORMAT.md §2.
+struct PageLayout {
+  PageLayout(const Geometry& geometry, CodecPair codecs);
+
+  size_t k_block_bytes;
+  size_t v_block_bytes;
+  size_t head_stride;   // k_block_bytes + v_block_bytes
+  size_t layer_stride;  // head_stride * n_kv_heads
+  size_t bytes;         // of the page, rounded up to kPageAlignment
+
+  size_t BlockOffset(Side side, int layer, int kv_head) const {
+    return layer_stride * static_cast<size_t>(layer) + head_stride * static_cast<size_t>(kv_head) +
+           (side == Side::kV ? k_block_bytes : 0);
+  }
+};
+
+// Every number within its limit, head_dim a size that the codecs take. Error: kInvalidArgument.
+Status ValidateGeometry(const Geometry& geometry);
+
+// The start of a file: header, then the used part of the page table.
+std::vector<std::byte> HeadBytes(const SegmentHeader& header, std::span<const PageEntry> table);
+// XXH3-64 of the head with header_checksum zero.
+uint64_t HeaderChecksum(SegmentHeader header, std::span<const PageEntry> table);
+// Segment::digest(): XXH3-128 of the head, 32 hex digits in canonical (big-endian) order.
+std::string ContentDigest(const SegmentHeader& header, std::span<const PageEntry> table);
+
+}  // namespace qkv

@@ -1,0 +1,97 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/segment/layout.h"
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+
+namespace qkv {
+namespace {
+
+TEST(Layout, HeaderFieldsStandWhereFormatMdSays) {
+  EXPECT_EQ(offsetof(SegmentHeader, magic), 0u);
+  EXPECT_EQ(offsetof(SegmentHeader, version), 8u);
+  EXPECT_EQ(offsetof(SegmentHeader, byte_order), 12u);
+  EXPECT_EQ(offsetof(SegmentHeader, n_layers), 16u);
+  EXPECT_EQ(offsetof(SegmentHeader, n_kv_heads), 20u);
+  EXPECT_EQ(offsetof(SegmentHeader, k_head_dim), 24u);
+  EXPECT_EQ(offsetof(SegmentHeader, v_head_dim), 28u);
+  EXPECT_EQ(offsetof(SegmentHeader, page_tokens), 32u);
+  EXPECT_EQ(offsetof(SegmentHeader, n_pages), 36u);
+  EXPECT_EQ(offsetof(SegmentHeader, table_offset), 40u);
+  EXPECT_EQ(offsetof(SegmentHeader, data_offset), 48u);
+  EXPECT_EQ(offsetof(SegmentHeader, file_bytes), 56u);
+  EXPECT_EQ(offsetof(SegmentHeader, rotation_seed), 64u);
+  EXPECT_EQ(offsetof(SegmentHeader, model_digest), 72u);
+  EXPECT_EQ(offsetof(SegmentHeader, reserved), 88u);
+  EXPECT_EQ(offsetof(SegmentHeader, header_checksum), 120u);
+  EXPECT_EQ(offsetof(PageEntry, k_codec), 0u);
+  EXPECT_EQ(offsetof(PageEntry, v_codec), 1u);
+  EXPECT_EQ(offsetof(PageEntry, tokens), 2u);
+  EXPECT_EQ(offsetof(PageEntry, first_position), 4u);
+  EXPECT_EQ(offsetof(PageEntry, offset), 8u);
+  EXPECT_EQ(offsetof(PageEntry, bytes), 16u);
+  EXPECT_EQ(offsetof(PageEntry, checksum), 24u);
+}
+
+TEST(Layout, BlocksFollowOneAnotherByLayerThenHeadThenKAndV) {
+  const Geometry geometry{.n_layers = 3, .n_kv_heads = 2, .head_dim = 80};
+  for (const Codec& k : Codecs()) {
+    for (const Codec& v : Codecs()) {
+      const PageLayout layout(geometry, {k.id, v.id});
+      size_t at = 0;
+      for (int layer = 0; layer < 3; ++layer) {
+        for (int head = 0; head < 2; ++head) {
+          EXPECT_EQ(layout.BlockOffset(Side::kK, layer, head), at);
+          at += k.block_bytes(80);
+          EXPECT_EQ(layout.BlockOffset(Side::kV, layer, head), at);
+          at += v.block_bytes(80);
+        }
+      }
+      EXPECT_GE(layout.bytes, at) << k.name << " " << v.name;
+      EXPECT_LT(layout.bytes, at + 4096);
+      EXPECT_EQ(layout.bytes % 4096, 0u);
+    }
+  }
+}
+
+TEST(Layout, AnF16PageTakesTwoBytesPerValue) {
+  // SmolLM2-135M: 30 layers, 3 KV heads of 64; 32 tokens, K and V, 2 bytes: 737280, a multiple of 4096.
+  const PageLayout layout({.n_layers = 30, .n_kv_heads = 3, .head_dim = 64}, {CodecId::kF16, CodecId::kF16});
+  EXPECT_EQ(layout.bytes, 30u * 3 * 64 * 32 * 2 * 2);
+}
+
+TEST(Layout, ThePageOfTheLargestGeometryDoesNotOverflow) {
+  const PageLayout layout({.n_layers = kMaxLayers, .n_kv_heads = kMaxKvHeads, .head_dim = kMaxHeadDim},
+                          {CodecId::kF16, CodecId::kF16});
+  EXPECT_EQ(layout.bytes, uint64_t{512} * 512 * 256 * 32 * 2 * 2);
+}
+
+TEST(Layout, GeometryBeyondALimitIsRefused) {
+  EXPECT_TRUE(ValidateGeometry({.n_layers = 1, .n_kv_heads = 1, .head_dim = 32}));
+  EXPECT_TRUE(ValidateGeometry({.n_layers = 512, .n_kv_heads = 512, .head_dim = 256}));
+  for (const Geometry& bad : {Geometry{0, 1, 64}, Geometry{513, 1, 64}, Geometry{-1, 1, 64}, Geometry{1, 0, 64},
+                              Geometry{1, 513, 64}, Geometry{1, -7, 64}, Geometry{1, 1, 0}, Geometry{1, 1, 16},
+                              Geometry{1, 1, 72}, Geometry{1, 1, 272}, Geometry{1, 1, -64}}) {
+    const Status status = ValidateGeometry(bad);
+    ASSERT_FALSE(status) << bad.n_layers << " " << bad.n_kv_heads << " " << bad.head_dim;
+    EXPECT_EQ(status.error().code, Code::kInvalidArgument);
+  }
+}
+
+TEST(Layout, TheHeaderChecksumCoversHeaderAndTableButNotItself) {
+  SegmentHeader header{};
+  PageEntry entry{};
+  const uint64_t checksum = HeaderChecksum(header, {&entry, 1});
+  header.header_checksum = 12345;
+  EXPECT_EQ(HeaderChecksum(header, {&entry, 1}), checksum);
+  header.rotation_seed = 1;
+  EXPECT_NE(HeaderChecksum(header, {&entry, 1}), checksum);
+  header.rotation_seed = 0;
+  entry.checksum = 1;
+  EXPECT_NE(HeaderChecksum(header, {&entry, 1}), checksum);
+}
+
+}  // namespace
+}  // namespace qkv

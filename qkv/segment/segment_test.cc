@@ -1,0 +1,341 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/segment/segment.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <thread>
+
+#include "qkv/segment/test_support.h"
+
+namespace qkv {
+namespace {
+
+using namespace test;  // NOLINT: helpers of these tests
+using ::testing::HasSubstr;
+
+constexpr size_t kHeadOfTwoPages = sizeof(SegmentHeader) + 2 * sizeof(PageEntry);
+
+Bytes SmallSegmentBytes() {
+  return BytesOf(*SegmentWithPages(kSmall, kF16Pair, 2));
+}
+
+// What a reader may do with whatever Open lets through, without ever leaving the mapping.
+void ExpectUsable(const Segment& segment) {
+  ASSERT_TRUE(ValidateGeometry(segment.geometry()));
+  for (size_t i = 0; i < segment.pages().size(); ++i) {
+    const PageEntry& entry = segment.pages()[i];
+    ASSERT_LE(entry.offset, segment.bytes());
+    ASSERT_LE(entry.bytes, segment.bytes() - entry.offset);
+    ASSERT_EQ(PageLayout(segment.geometry(), segment.codecs(i)).bytes, entry.bytes);
+    ASSERT_GE(entry.tokens, 1);
+    ASSERT_LE(entry.tokens, 32);
+    (void)segment.Verify(i);
+  }
+}
+
+TEST(Segment, EveryBitFlipInHeaderAndPageTableIsAnError) {
+  const Bytes valid = SmallSegmentBytes();
+  ASSERT_TRUE(OpenSealed(valid));
+  for (size_t bit = 0; bit < kHeadOfTwoPages * 8; ++bit) {
+    Bytes bytes = valid;
+    bytes[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+    const auto opened = OpenSealed(bytes);
+    ASSERT_FALSE(opened) << "bit " << bit % 8 << " of byte " << bit / 8;
+    EXPECT_TRUE(opened.error().code == Code::kCorrupt || opened.error().code == Code::kIncompatible);
+    EXPECT_NE(opened.error().reason, Reason::kNone);
+  }
+}
+
+TEST(Segment, EveryBitFlipUnderAForgedChecksumIsRefusedOrHarmless) {
+  const Bytes valid = SmallSegmentBytes();
+  for (size_t bit = 0; bit < kHeadOfTwoPages * 8; ++bit) {
+    Bytes bytes = valid;
+    bytes[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+    FixHeaderChecksum(bytes, 2);
+    if (const auto opened = OpenSealed(bytes)) ExpectUsable(**opened);
+  }
+}
+
+TEST(Segment, ExtremeNumbersUnderAForgedChecksumAreRefusedOrHarmless) {
+  const Bytes valid = SmallSegmentBytes();
+  const uint64_t extremes[] = {0,
+                               1,
+                               2,
+                               31,
+                               33,
+                               4095,
+                               4096,
+                               0x7fffffff,
+                               0x80000000,
+                               0xffffffff,
+                               0x100000000,
+                               ~uint64_t{0},
+                               1ull << 63,
+                               (1ull << 63) - 1,
+                               ~uint64_t{4095},
+                               ~uint64_t{0} - 8191};
+  size_t accepted = 0;
+  for (size_t at = 8; at < kHeadOfTwoPages; at += 4) {
+    for (const uint64_t value : extremes) {
+      for (const size_t width : {4, 8}) {
+        if (at + width > kHeadOfTwoPages) continue;
+        Bytes bytes = valid;
+        std::memcpy(bytes.data() + at, &value, width);
+        FixHeaderChecksum(bytes, 2);
+        if (const auto opened = OpenSealed(bytes)) {
+          ExpectUsable(**opened);
+          ++accepted;
+        }
+      }
+    }
+  }
+  EXPECT_GT(accepted, 0u);  // model digest, page checksums and some positions are free
+}
+
+TEST(Segment, EveryTruncationIsAnError) {
+  const Bytes valid = SmallSegmentBytes();
+  std::vector<size_t> lengths;
+  for (size_t i = 0; i <= kHeadOfTwoPages; ++i) lengths.push_back(i);
+  for (const size_t length : {4095, 4096, 4097, 8191, 8192, 8193, 12287}) lengths.push_back(length);
+  ASSERT_EQ(valid.size(), 12288u);
+  for (const size_t length : lengths) {
+    const auto opened = OpenSealed(Bytes(valid.begin(), valid.begin() + static_cast<ptrdiff_t>(length)));
+    ASSERT_FALSE(opened) << length;
+    EXPECT_EQ(opened.error().code, Code::kCorrupt) << length;
+  }
+  Bytes longer = valid;
+  longer.resize(longer.size() + 1);
+  EXPECT_FALSE(OpenSealed(longer));
+}
+
+struct Damage {
+  const char* what;
+  std::function<void(Bytes&)> apply;
+  Code code;
+  Reason reason;
+};
+
+TEST(Segment, RefusesEveryFieldThatDoesNotFitAndSaysWhy) {
+  const Damage damages[] = {
+      {"QKVSEG01", [](Bytes& b) { HeaderIn(b).magic[7] = '2'; }, Code::kCorrupt, Reason::kChecksum},
+      {"byte order", [](Bytes& b) { HeaderIn(b).byte_order = 0x04030201; }, Code::kIncompatible, Reason::kEndianness},
+      {"byte order", [](Bytes& b) { HeaderIn(b).byte_order = 7; }, Code::kCorrupt, Reason::kChecksum},
+      {"version 2, expected 1", [](Bytes& b) { HeaderIn(b).version = 2; }, Code::kIncompatible, Reason::kVersion},
+      {"version 0, expected 1", [](Bytes& b) { HeaderIn(b).version = 0; }, Code::kIncompatible, Reason::kVersion},
+      {"513 layers", [](Bytes& b) { HeaderIn(b).n_layers = 513; }, Code::kCorrupt, Reason::kChecksum},
+      {"0 layers", [](Bytes& b) { HeaderIn(b).n_layers = 0; }, Code::kCorrupt, Reason::kChecksum},
+      {"KV heads", [](Bytes& b) { HeaderIn(b).n_kv_heads = 0xffffffff; }, Code::kCorrupt, Reason::kChecksum},
+      {"head dims of K 64 and V 32", [](Bytes& b) { HeaderIn(b).k_head_dim = 64; }, Code::kIncompatible,
+       Reason::kVersion},
+      {"head_dim 40", [](Bytes& b) { HeaderIn(b).k_head_dim = HeaderIn(b).v_head_dim = 40; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"pages of 64 tokens", [](Bytes& b) { HeaderIn(b).page_tokens = 64; }, Code::kIncompatible, Reason::kVersion},
+      {"page table at 136", [](Bytes& b) { HeaderIn(b).table_offset = 136; }, Code::kCorrupt, Reason::kChecksum},
+      {"pages at 4160", [](Bytes& b) { HeaderIn(b).data_offset = 4160; }, Code::kCorrupt, Reason::kChecksum},
+      {"pages at 0", [](Bytes& b) { HeaderIn(b).data_offset = 0; }, Code::kCorrupt, Reason::kChecksum},
+      {"pages at 16384", [](Bytes& b) { HeaderIn(b).data_offset = 16384; }, Code::kCorrupt, Reason::kChecksum},
+      {"8192 bytes by its header, 12288 found", [](Bytes& b) { HeaderIn(b).file_bytes = 8192; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"rotated", [](Bytes& b) { HeaderIn(b).rotation_seed = 1; }, Code::kIncompatible, Reason::kCodecUnsupported},
+      {"reserved", [](Bytes& b) { HeaderIn(b).reserved[31] = 1; }, Code::kIncompatible, Reason::kVersion},
+      {"page 1 has codecs 200 and 1", [](Bytes& b) { EntryIn(b, 1).k_codec = 200; }, Code::kIncompatible,
+       Reason::kCodecUnsupported},
+      {"page 0 has codecs 1 and 0", [](Bytes& b) { EntryIn(b, 0).v_codec = 0; }, Code::kIncompatible,
+       Reason::kCodecUnsupported},
+      {"page 0 has 0 tokens", [](Bytes& b) { EntryIn(b, 0).tokens = 0; }, Code::kCorrupt, Reason::kChecksum},
+      {"page 1 has 33 tokens", [](Bytes& b) { EntryIn(b, 1).tokens = 33; }, Code::kCorrupt, Reason::kChecksum},
+      {"positions below", [](Bytes& b) { EntryIn(b, 1).first_position = 0xfffffff0; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"page 0 has 8192 bytes, expected 4096", [](Bytes& b) { EntryIn(b, 0).bytes = 8192; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"page 1 is at 8256", [](Bytes& b) { EntryIn(b, 1).offset = 8256; }, Code::kCorrupt, Reason::kChecksum},
+      {"page 1 is at 4096", [](Bytes& b) { EntryIn(b, 1).offset = 4096; }, Code::kCorrupt,
+       Reason::kChecksum},  // overlap
+      {"page 1 is at 12288", [](Bytes& b) { EntryIn(b, 1).offset = 12288; }, Code::kCorrupt, Reason::kChecksum},
+      {"page 0 is at 0", [](Bytes& b) { EntryIn(b, 0).offset = 0; }, Code::kCorrupt, Reason::kChecksum},  // the header
+      {"page 1 is at 18446744073709547520", [](Bytes& b) { EntryIn(b, 1).offset = ~uint64_t{4095}; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"page 1 is at 4096", [](Bytes& b) { std::swap(EntryIn(b, 0).offset, EntryIn(b, 1).offset); }, Code::kCorrupt,
+       Reason::kChecksum},
+  };
+  for (const Damage& damage : damages) {
+    Bytes bytes = SmallSegmentBytes();
+    damage.apply(bytes);
+    FixHeaderChecksum(bytes, 2);
+    const auto opened = OpenSealed(bytes);
+    ASSERT_FALSE(opened) << damage.what;
+    EXPECT_THAT(opened.error().message, HasSubstr(damage.what));
+    EXPECT_EQ(opened.error().code, damage.code) << opened.error().message;
+    EXPECT_EQ(opened.error().reason, damage.reason) << opened.error().message;
+  }
+}
+
+TEST(Segment, RefusesPageCountsThatDoNotFitTheFile) {
+  for (const uint32_t n_pages : {0u, 1000u, kMaxPagesPerSegment, kMaxPagesPerSegment + 1, 0xffffffffu}) {
+    Bytes bytes = SmallSegmentBytes();
+    HeaderIn(bytes).n_pages = n_pages;
+    const auto opened = OpenSealed(bytes);
+    ASSERT_FALSE(opened) << n_pages;
+    EXPECT_EQ(opened.error().code, Code::kCorrupt);
+  }
+  // As many entries as the room before the pages holds, but overlapping the pages' range by one.
+  Bytes bytes = SmallSegmentBytes();
+  HeaderIn(bytes).n_pages = (4096 - 128) / 32 + 1;
+  FixHeaderChecksum(bytes, HeaderIn(bytes).n_pages);
+  const auto opened = OpenSealed(bytes);
+  ASSERT_FALSE(opened);
+  EXPECT_THAT(opened.error().message, HasSubstr("pages at 4096"));
+}
+
+TEST(Segment, AHeaderOfTheOtherByteOrderIsNamedAsSuch) {
+  Bytes bytes = SmallSegmentBytes();
+  for (size_t at = 8; at < 40; at += 4) std::reverse(&bytes[at], &bytes[at + 4]);
+  for (size_t at = 40; at < 72; at += 8) std::reverse(&bytes[at], &bytes[at + 8]);
+  std::reverse(&bytes[120], &bytes[128]);
+  const auto opened = OpenSealed(bytes);
+  ASSERT_FALSE(opened);
+  EXPECT_EQ(opened.error().code, Code::kIncompatible);
+  EXPECT_EQ(opened.error().reason, Reason::kEndianness);
+}
+
+TEST(Segment, AFileThatLacksOneOfTheSealsIsDenied) {
+  const Bytes valid = SmallSegmentBytes();
+  const int needed[] = {F_SEAL_WRITE, F_SEAL_SHRINK, F_SEAL_GROW};
+  for (const int missing : {F_SEAL_WRITE, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW}) {
+    Fd fd = UnsealedMemfd(valid);
+    for (const int seal : needed) {
+      if ((seal & missing) == 0) {
+        ASSERT_EQ(::fcntl(fd.get(), F_ADD_SEALS, seal), 0);
+      }
+    }
+    const auto opened = Segment::Open(std::move(fd));
+    ASSERT_FALSE(opened);
+    EXPECT_EQ(opened.error().code, Code::kDenied);
+    EXPECT_EQ(opened.error().reason, Reason::kDenied);
+  }
+}
+
+TEST(Segment, AFileOnDiskOpensWhenSealsAreNotRequired) {
+  const Bytes valid = SmallSegmentBytes();
+  const std::filesystem::path path =
+      std::filesystem::path(::testing::TempDir()) / fmt::format("qkv-segment-{}.seg", ::getpid());
+  WriteFile(path, valid);
+  const auto denied = Segment::Open(Fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)));
+  const auto opened = Segment::Open(Fd(::open(path.c_str(), O_RDWR | O_CLOEXEC)), /*require_seals=*/false);
+  std::filesystem::remove(path);
+  ASSERT_FALSE(denied);
+  EXPECT_EQ(denied.error().code, Code::kDenied);
+  ASSERT_TRUE(opened) << opened.error().message;
+  EXPECT_TRUE((*opened)->Verify(0, 2, 1));
+  EXPECT_EQ((*opened)->page(1)[100], PatternByte(1, 100));
+  EXPECT_EQ(::fcntl((*opened)->fd().get(), F_GETFL) & O_ACCMODE, O_RDONLY);
+}
+
+TEST(Segment, WhatIsNoRegularFileIsAnError) {
+  EXPECT_FALSE(Segment::Open(Fd(), true));
+  EXPECT_FALSE(Segment::Open(Fd(), false));
+  EXPECT_FALSE(Segment::Open(Fd(::open("/dev/zero", O_RDONLY | O_CLOEXEC)), false));
+  EXPECT_FALSE(Segment::Open(Fd(::open("/proc", O_RDONLY | O_CLOEXEC)), false));
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  const Fd write_end(ends[1]);
+  EXPECT_FALSE(Segment::Open(Fd(ends[0]), false));
+}
+
+TEST(Segment, AFlippedByteInAPageFailsItsVerificationAndNoOther) {
+  Bytes bytes = SmallSegmentBytes();
+  for (const size_t at : {size_t{8192}, size_t{10000}, size_t{12287}}) {  // first, middle and last byte of page 1
+    Bytes damaged = bytes;
+    damaged[at] ^= std::byte{0x10};
+    const auto segment = Take(OpenSealed(damaged));
+    EXPECT_TRUE(segment->Verify(0));
+    const Status status = segment->Verify(1);
+    ASSERT_FALSE(status);
+    EXPECT_EQ(status.error().code, Code::kCorrupt);
+    EXPECT_EQ(status.error().reason, Reason::kChecksum);
+    EXPECT_THAT(status.error().message, HasSubstr("page 1 "));
+    EXPECT_FALSE(segment->Verify(1));  // a failure is not forgotten
+    EXPECT_FALSE(segment->Verify(0, 2, 2));
+  }
+}
+
+TEST(Segment, AVerifiedPageIsNotReadAgain) {
+  const Fd fd = UnsealedMemfd(SmallSegmentBytes());
+  const auto segment = Take(Segment::Open(Take(fd.Duplicate()), /*require_seals=*/false));
+  ASSERT_TRUE(segment->Verify(0));
+  const std::byte changed{0x5a};
+  ASSERT_EQ(::pwrite(fd.get(), &changed, 1, 5000), 1);
+  ASSERT_EQ(::pwrite(fd.get(), &changed, 1, 9000), 1);
+  EXPECT_TRUE(segment->Verify(0));
+  EXPECT_FALSE(segment->Verify(1));
+}
+
+TEST(Segment, ManyThreadsReportTheFirstPageThatFails) {
+  constexpr size_t kPages = 500;
+  Bytes bytes = BytesOf(*SegmentWithPages(kSmall, kI8Pair, kPages));
+  const uint64_t data_offset = HeaderIn(bytes).data_offset;
+  for (const size_t page : {180, 181, 350, 499}) bytes[data_offset + page * 4096 + 17] ^= std::byte{1};
+  for (const int threads : {-1, 0, 1, 2, 8, 1000}) {
+    const auto segment = Take(OpenSealed(bytes));
+    const Status status = segment->Verify(0, kPages, threads);
+    ASSERT_FALSE(status) << threads;
+    EXPECT_THAT(status.error().message, HasSubstr("page 180 "));
+    EXPECT_TRUE(segment->Verify(0, 180, threads));
+    EXPECT_TRUE(segment->Verify(182, 168, threads));
+    EXPECT_FALSE(segment->Verify(499, 1, threads));
+  }
+}
+
+TEST(Segment, SeveralCallersMayVerifyAtOnce) {
+  constexpr size_t kPages = 300;
+  const Bytes bytes = BytesOf(*SegmentWithPages(kSmall, kI8Pair, kPages));
+  const auto segment = Take(OpenSealed(bytes));
+  std::atomic<int> failed{0};
+  {
+    std::vector<std::jthread> callers;
+    for (int i = 0; i < 4; ++i) {
+      callers.emplace_back([&] {
+        if (!segment->Verify(0, kPages, 2)) ++failed;
+      });
+    }
+  }
+  EXPECT_EQ(failed, 0);
+}
+
+TEST(Segment, PagesThatDoNotExistCannotBeVerified) {
+  const auto segment = SegmentWithPages(kSmall, kF16Pair, 2);
+  EXPECT_TRUE(segment->Verify(2, 0, 1));
+  EXPECT_FALSE(segment->Verify(2));
+  EXPECT_FALSE(segment->Verify(1, 2, 1));
+  EXPECT_FALSE(segment->Verify(3, 0, 1));
+  EXPECT_FALSE(segment->Verify(1, ~size_t{0}, 1));
+}
+
+TEST(Segment, TheDigestFollowsTheContent) {
+  const Bytes valid = SmallSegmentBytes();
+  const auto first = Take(OpenSealed(valid));
+  const auto second = Take(OpenSealed(valid));
+  EXPECT_EQ(first->digest(), second->digest());
+  EXPECT_EQ(first->digest().find_first_not_of("0123456789abcdef"), std::string::npos);
+  Bytes other = valid;
+  EntryIn(other, 1).checksum ^= 1;  // stands for another content of page 1
+  FixHeaderChecksum(other, 2);
+  EXPECT_NE(Take(OpenSealed(other))->digest(), first->digest());
+}
+
+TEST(Segment, StaysReadableWhenItsDescriptorsAreGone) {
+  std::shared_ptr<const Segment> consumer;
+  {
+    const auto producer = SegmentWithPages(kSmall, kF16Pair, 2);
+    consumer = Take(Segment::Open(Take(producer->fd().Duplicate())));
+  }
+  EXPECT_EQ(consumer->page(1)[77], PatternByte(1, 77));
+  EXPECT_TRUE(consumer->Verify(0, 2, 1));
+}
+
+}  // namespace
+}  // namespace qkv
