@@ -119,7 +119,8 @@ void BM_Attention(benchmark::State& state, CodecPair codecs, int n_queries, int 
     const AttentionPlan plan(kShape, n_queries, context.pages);
     for (int layer = 0; layer < n_layers; ++layer) {
       for (int item = 0; item < plan.n_attend_items(); ++item) {
-        Attend(plan, context.pages, kGeometry.n_layers, layer, q.data(), item, scratch.get(), partials.data(), out.data());
+        Attend(plan, context.pages, kGeometry.n_layers, layer, q.data(), item, scratch.get(), partials.data(),
+               out.data());
       }
       for (int item = 0; item < plan.n_merge_items(); ++item) Merge(plan, partials.data(), item, out.data());
     }
@@ -149,14 +150,17 @@ void BM_LimitRead(benchmark::State& state) {
   auto buffer = hwy::AllocateAligned<uint64_t>(kBytes / 8);
   std::memset(buffer.get(), 1, kBytes);
   for (auto _ : state) benchmark::DoNotOptimize(HWY_DYNAMIC_DISPATCH(ReadStream)(buffer.get(), kBytes / 8));
-  state.counters["GB/s"] = benchmark::Counter(static_cast<double>(state.iterations()) * kBytes * 1e-9, benchmark::Counter::kIsRate);
+  const double bytes = static_cast<double>(state.iterations()) * kBytes;
+  state.counters["GB/s"] = benchmark::Counter(bytes * 1e-9, benchmark::Counter::kIsRate);
 }
 
 void Register() {
   using enum CodecId;
   benchmark::RegisterBenchmark("limit/fma", BM_LimitFma)->Unit(benchmark::kMillisecond);
   benchmark::RegisterBenchmark("limit/read", BM_LimitRead)->Unit(benchmark::kMillisecond);
-  const CodecPair pairs[] = {{kF16, kF16}, {kI8, kI8}, {kI8, kI4}, {kI4, kI4}, {kI4Z, kI4Z}, {kI8Channel, kI8Channel}, {kI8Tensor, kI8Tensor}};
+  const CodecPair pairs[] = {{kF16, kF16},   {kI8, kI8},   {kI8, kI4},
+                             {kI4, kI4},     {kI4Z, kI4Z}, {kI8Channel, kI8Channel},
+                             {kI8Tensor, kI8Tensor}};
   for (const CodecPair pair : pairs) {
     benchmark::RegisterBenchmark(("decode/" + ToString(pair)).c_str(), BM_Attention, pair, 1, 30)
         ->Unit(benchmark::kMillisecond);

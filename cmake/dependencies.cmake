@@ -29,10 +29,12 @@ add_library(qkv_rapidcheck INTERFACE)
 target_include_directories(qkv_rapidcheck SYSTEM INTERFACE ${QKV_RAPIDCHECK_INCLUDE})
 target_link_libraries(qkv_rapidcheck INTERFACE ${QKV_RAPIDCHECK_LIBRARY})
 
-# ggml and libllama: built by scripts/setup.sh into the cache folder, or the system's own.
+# ggml and libllama: built by scripts/setup.sh into the cache folder, or the system's own. The tests' model is there too.
+execute_process(COMMAND bash ${CMAKE_SOURCE_DIR}/scripts/setup.sh --paths OUTPUT_VARIABLE paths COMMAND_ERROR_IS_FATAL ANY)
+string(REGEX MATCH "MODEL=([^\n]*)" _ "${paths}")
+set(QKV_TEST_MODEL "${CMAKE_MATCH_1}")
 if(NOT QKV_SYSTEM_LLAMA)
   if(NOT QKV_LLAMA_PREFIX)
-    execute_process(COMMAND bash ${CMAKE_SOURCE_DIR}/scripts/setup.sh --paths OUTPUT_VARIABLE paths COMMAND_ERROR_IS_FATAL ANY)
     string(REGEX MATCH "LLAMA_PREFIX=([^\n]*)" _ "${paths}")
     set(QKV_LLAMA_PREFIX "${CMAKE_MATCH_1}")
   endif()

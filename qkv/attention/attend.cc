@@ -18,7 +18,7 @@
 
 #include "qkv/attention/panels-inl.h"
 #if HWY_TARGET != HWY_SCALAR
-#include "qkv/attention/codes-inl.h"
+#include "qkv/attention/i4-inl.h"
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -35,10 +35,7 @@ struct PageBlocks {
   int tokens = 0;
 };
 
-#ifndef AHEAD
-#define AHEAD 1
-#endif
-constexpr int kPagesAhead = AHEAD;
+constexpr int kPagesAhead = 2;
 
 class ItemRun {
  public:
@@ -75,7 +72,7 @@ class ItemRun {
       while (queued < group_pages + kPagesAhead && Next(cursor, none_sees, queue[queued])) ++queued;
       if (queued == 0) break;
       const int n = std::min(queued, group_pages);
-      const PageBlocks* ahead = n - 1 + kPagesAhead < queued ? &queue[n - 1 + kPagesAhead] : nullptr;
+      const std::span<const PageBlocks> ahead(queue + n, static_cast<size_t>(queued - n));
       for (int i = 0; i < n; ++i) Scores(queue[i], static_cast<size_t>(i), ahead);
       for (int i = 0; i < n; ++i) {
         if (queue[i].tokens < kPageTokens || queue[i].first_key + kPageTokens > all_see) {
@@ -111,7 +108,7 @@ class ItemRun {
   struct PageCursor {
     int page;
     int first_key;
-    CodecPair codecs;   // of `layout`
+    CodecPair codecs;  // of `layout`
     PageLayout layout;
   };
 
@@ -167,7 +164,7 @@ class ItemRun {
   }
 
   template <class T>
-  void PanelScores(const T* k, const std::byte* ahead, size_t slot) const {
+  void PanelScores(const T* k, Ahead ahead, size_t slot) const {
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block);
       RunWithRows<ScoresOfPanel>(blocks_.Count(block), x_.q + first * dim_, k, ahead, dim_,
@@ -176,7 +173,7 @@ class ItemRun {
   }
 
   template <class T>
-  void PanelValues(const T* v, const std::byte* ahead, size_t n_tokens) const {
+  void PanelValues(const T* v, Ahead ahead, size_t n_tokens) const {
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block);
       RunWithRows<ValuesOfPanel>(blocks_.Count(block), x_.scores + first * kScoreStride, v, ahead, n_tokens, dim_,
@@ -184,31 +181,49 @@ class ItemRun {
     }
   }
 
-  void Scores(const PageBlocks& page, size_t slot, const PageBlocks* next) {
+  void Scores(const PageBlocks& page, size_t slot, std::span<const PageBlocks> next) {
     if (few_ && ScoresOfCodes(page, next)) return;
     CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel);
-    PanelScores(x_.k_panel, nullptr, slot);
+    PanelScores(x_.k_panel, Ahead(), slot);
   }
 
-  void Values(const PageBlocks* group, size_t n, const PageBlocks* next) {
+  void Values(const PageBlocks* group, size_t n, std::span<const PageBlocks> next) {
     if (few_ && ValuesOfCodes(group[0], next)) return;
     for (size_t i = 0; i < n; ++i) {
       CodecOf(group[i].codecs.v)
           .unpack(Side::kV, group[i].v, plan_.shape.head_dim, x_.v_panel + i * kPageTokens * dim_);
     }
-    PanelValues(x_.v_panel, nullptr, n * kPageTokens);
+    PanelValues(x_.v_panel, Ahead(), n * kPageTokens);
   }
 
 #if HWY_TARGET == HWY_SCALAR
-  bool ScoresOfCodes(const PageBlocks&, const PageBlocks*) { return false; }
-  bool ValuesOfCodes(const PageBlocks&, const PageBlocks*) { return false; }
+  bool ScoresOfCodes(const PageBlocks&, std::span<const PageBlocks>) { return false; }
+  bool ValuesOfCodes(const PageBlocks&, std::span<const PageBlocks>) { return false; }
 #else
-  // What the kernels' own prefetching leaves out: the scales behind a block's codes.
-  static void PrefetchScales(const std::byte* block, CodecId codec, int head_dim) {
-    if (codec == CodecId::kF16) return;
-    const bool i4 = codec == CodecId::kI4 || codec == CodecId::kI4Z;
-    const size_t first = i4 ? blocks::I4ScaleOffset(head_dim) : blocks::I8ScaleOffset(head_dim);
-    for (size_t i = first; i < blocks::BlockBytes(codec, head_dim); i += 64) __builtin_prefetch(block + i, 0, 3);
+  // Where the kernels prefetch; and, since they leave them out, prefetches the scales behind the codes there. Without
+  // further pages the block itself, which is in the cache already.
+  Ahead PrefetchAfter(const PageBlocks& page, Side side, std::span<const PageBlocks> next) const {
+    const auto block = [&](size_t i) {
+      const PageBlocks& at = i < next.size() ? next[i] : page;
+      const CodecId codec = side == Side::kK ? at.codecs.k : at.codecs.v;
+      const std::byte* start = side == Side::kK ? at.k : at.v;
+      for (size_t offset = ScaleOffset(codec); offset < blocks::BlockBytes(codec, plan_.shape.head_dim); offset += 64) {
+        i == 0 ? __builtin_prefetch(start + offset, 0, 3) : __builtin_prefetch(start + offset, 0, 2);
+      }
+      return reinterpret_cast<uintptr_t>(start);
+    };
+    return {block(0), block(1)};
+  }
+  size_t ScaleOffset(CodecId codec) const {
+    switch (codec) {
+      case CodecId::kF16: return blocks::F16Bytes(plan_.shape.head_dim);
+      case CodecId::kI8:
+      case CodecId::kI8Channel:
+      case CodecId::kI8Tensor: return blocks::I8ScaleOffset(plan_.shape.head_dim);
+      case CodecId::kI4:
+      case CodecId::kI4Z: return blocks::I4ScaleOffset(plan_.shape.head_dim);
+    }
+    return 0;
   }
 
   // Quantizes the queries, times channel_scale if there is one, to 16 bits and returns the step of each row.
@@ -266,11 +281,10 @@ class ItemRun {
   }
 
   // false: no kernel for this codec and head dim.
-  bool ScoresOfCodes(const PageBlocks& page, const PageBlocks* next) {
+  bool ScoresOfCodes(const PageBlocks& page, std::span<const PageBlocks> next) {
     const CodecId codec = page.codecs.k;
     const int head_dim = plan_.shape.head_dim;
-    const std::byte* ahead = next != nullptr ? next->k : page.k;
-    if (next != nullptr) PrefetchScales(next->k, next->codecs.k, head_dim);
+    const Ahead ahead = PrefetchAfter(page, Side::kK, next);
     switch (codec) {
       case CodecId::kF16:
         PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), ahead, 0);
@@ -335,11 +349,10 @@ class ItemRun {
     }
   }
 
-  bool ValuesOfCodes(const PageBlocks& page, const PageBlocks* next) {
+  bool ValuesOfCodes(const PageBlocks& page, std::span<const PageBlocks> next) {
     const CodecId codec = page.codecs.v;
     const int head_dim = plan_.shape.head_dim;
-    const std::byte* ahead = next != nullptr ? next->v : page.v;
-    if (next != nullptr) PrefetchScales(next->v, next->codecs.v, head_dim);
+    const Ahead ahead = PrefetchAfter(page, Side::kV, next);
     switch (codec) {
       case CodecId::kF16:
         PanelValues(reinterpret_cast<const hwy::float16_t*>(page.v), ahead, kPageTokens);
@@ -351,7 +364,8 @@ class ItemRun {
         if (codec == CodecId::kI8) LoadHalves(scales, kPageTokens, x_.token_scale);
         if (codec == CodecId::kI8Tensor) LoadHalf(scales, kPageTokens, x_.token_scale);
         if (codec == CodecId::kI8Channel) std::fill_n(x_.token_scale, kPageTokens, 1.0f);
-        const auto* channel_scale = codec == CodecId::kI8Channel ? reinterpret_cast<const hwy::float16_t*>(scales) : nullptr;
+        const auto* channel_scale =
+            codec == CodecId::kI8Channel ? reinterpret_cast<const hwy::float16_t*>(scales) : nullptr;
         QuantizeWeights();
         for (size_t block = 0; block < blocks_.count; ++block) {
           const size_t first = blocks_.First(block);
@@ -371,9 +385,10 @@ class ItemRun {
           SumMinima(codec == CodecId::kI4Z ? page.v + blocks::I4MinOffset(head_dim) + g * 64 : nullptr);
           for (size_t block = 0; block < blocks_.count; ++block) {
             const size_t first = blocks_.First(block);
-            RunWithRows<ValuesOfI4>(blocks_.Count(block), x_.weights + first * kPageTokens, page.v + g * 128, ahead + g * 128, dim_,
-                                    static_cast<int16_t>(codec == CodecId::kI4 ? 8 : 0), x_.keep + first,
-                                    x_.weight_scale + first, x_.base + first, x_.outputs + first * dim_ + g * 32);
+            RunWithRows<ValuesOfI4>(blocks_.Count(block), x_.weights + first * kPageTokens, page.v + g * 128,
+                                    ahead + g * 128, dim_, static_cast<int16_t>(codec == CodecId::kI4 ? 8 : 0),
+                                    x_.keep + first, x_.weight_scale + first, x_.base + first,
+                                    x_.outputs + first * dim_ + g * 32);
           }
         }
         return true;
@@ -470,8 +485,8 @@ HWY_EXPORT(AttendItem);
 HWY_EXPORT(MergeItem);
 }  // namespace attention
 
-void Attend(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q, int item,
-            std::byte* scratch, float* partials, float* out) {
+void Attend(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q,
+            int item, std::byte* scratch, float* partials, float* out) {
   QKV_CHECK(static_cast<int>(pages.size()) == plan.n_pages && layer >= 0 && layer < n_layers);
   QKV_CHECK(item >= 0 && item < plan.n_attend_items());
   using namespace attention;  // HWY_DYNAMIC_DISPATCH takes an unqualified name

@@ -6,8 +6,8 @@
 //
 // A step's work is cut into items (KV head x tile of queries x chunk of pages) by a plan that depends on shapes only,
 // never on the number of threads: any thread may run any item, and results are the same bits every time. Chunks of one
-// row are merged in order by (maximum, sum, output), the online softmax of Milakov and Gimelshein (arXiv:1805.02867) and
-// flash-decoding's split.
+// row are merged in order by (maximum, sum, output): the online softmax of Milakov and Gimelshein (arXiv:1805.02867)
+// and flash-decoding's split.
 //
 // Everything here is a pure function over caller-owned memory. Pages are only read. Threads may run different items of
 // one step at once; all attend items of a step must be done before its merge items start. Same bits on one CPU: another
@@ -77,14 +77,15 @@ class AttentionPlan {
 };
 
 // q, out: [n_queries][n_heads][head_dim] fp32, q after RoPE. `pages` as given to the plan; `layer` of 0..n_layers-1
-// picks their blocks. Runs item `item` of 0..n_attend_items()-1. With one chunk it writes `out` itself, else `partials`.
+// picks their blocks. Runs item `item` of 0..n_attend_items()-1. With one chunk it writes `out` itself, else
+// `partials`.
 // NaN or infinity in a block or a query spoils that KV head's rows and nothing else.
-void Attend(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q, int item,
-            std::byte* scratch, float* partials, float* out);
+void Attend(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q,
+            int item, std::byte* scratch, float* partials, float* out);
 void Merge(const AttentionPlan& plan, const float* partials, int item, float* out);
 
 // The same in double precision over decoded blocks, one row at a time; for tests. out as above.
-void AttendReference(const AttentionShape& shape, std::span<const PageRef> pages, int n_layers, int layer, const float* q,
-                     int n_queries, float* out);
+void AttendReference(const AttentionShape& shape, std::span<const PageRef> pages, int n_layers, int layer,
+                     const float* q, int n_queries, float* out);
 
 }  // namespace qkv

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -18,6 +19,7 @@
 
 #include "hwy/aligned_allocator.h"
 #include "hwy/highway.h"
+#include "qkv/attention/scratch.h"
 
 namespace qkv {
 namespace {
@@ -26,9 +28,9 @@ using ::testing::ElementsAre;
 using ::testing::Le;
 
 // fp32 all the way (many rows, or half-precision pages): rounding of about head_dim + n_keys additions.
-constexpr double kFloatTolerance = 2e-5;
+constexpr double kFloatTolerance = 2e-6;
 // Few rows over integer codes: queries and weights are rounded to 15 bits.
-constexpr double kFewRowsTolerance = 1e-3;
+constexpr double kFewRowsTolerance = 3e-4;
 
 constexpr std::array kAllCodecs = {CodecId::kF16,     CodecId::kI8, CodecId::kI8Channel,
                                    CodecId::kI8Tensor, CodecId::kI4, CodecId::kI4Z};
@@ -41,7 +43,8 @@ struct PageSpec {
 // Pages with random contents, all layers, as a writer would make them.
 class Context {
  public:
-  Context(const Geometry& geometry, const std::vector<PageSpec>& specs, uint32_t seed, float spread = 1) : geometry_(geometry) {
+  Context(const Geometry& geometry, const std::vector<PageSpec>& specs, uint32_t seed, float spread = 1)
+      : geometry_(geometry) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
     const size_t dim = static_cast<size_t>(geometry.head_dim);
@@ -60,7 +63,8 @@ class Context {
                         (side == Side::kV ? 0.25f : 0.0f);
             }
             CodecOf(side == Side::kK ? spec.codecs.k : spec.codecs.v)
-                .encode(side, rows.data(), spec.tokens, geometry.head_dim, page + layout.BlockOffset(side, layer, head));
+                .encode(side, rows.data(), spec.tokens, geometry.head_dim,
+                        page + layout.BlockOffset(side, layer, head));
           }
         }
       }
@@ -125,8 +129,8 @@ std::vector<float> RunStep(const AttentionPlan& plan, const Context& context, in
   return RunStep(plan, context, layer, q, InOrder(plan.n_attend_items()));
 }
 
-std::vector<float> Reference(const AttentionShape& shape, const Context& context, int layer, const std::vector<float>& q,
-                             int n_queries) {
+std::vector<float> Reference(const AttentionShape& shape, const Context& context, int layer,
+                             const std::vector<float>& q, int n_queries) {
   std::vector<float> out(q.size());
   AttendReference(shape, context.pages(), context.geometry().n_layers, layer, q.data(), n_queries, out.data());
   return out;
@@ -206,8 +210,8 @@ struct PlanCase {
 };
 
 TEST(Plan, CoversEveryHeadQueryAndPageExactlyOnce) {
-  for (const PlanCase& c : {PlanCase{3, 3, 1, 1}, PlanCase{3, 3, 1, 256}, PlanCase{3, 3, 512, 300}, PlanCase{1, 8, 97, 33},
-                            PlanCase{16, 1, 70, 50}, PlanCase{7, 2, 13, 17}}) {
+  for (const PlanCase& c : {PlanCase{3, 3, 1, 1}, PlanCase{3, 3, 1, 256}, PlanCase{3, 3, 512, 300},
+                            PlanCase{1, 8, 97, 33}, PlanCase{16, 1, 70, 50}, PlanCase{7, 2, 13, 17}}) {
     const AttentionShape shape{c.group * c.n_kv_heads, c.n_kv_heads, 64, 1};
     const std::vector<PageRef> pages(static_cast<size_t>(c.n_pages), PageRef{nullptr, {}, kPageTokens});
     const AttentionPlan plan(shape, c.n_queries, pages);
@@ -215,7 +219,8 @@ TEST(Plan, CoversEveryHeadQueryAndPageExactlyOnce) {
     for (int i = 0; i < plan.n_attend_items(); ++i) {
       const AttentionPlan::Item item = plan.ItemAt(i);
       EXPECT_EQ(item.first_key, item.first_page * kPageTokens);
-      EXPECT_EQ(plan.ItemIndex(item.kv_head, item.first_query / plan.tile_queries, item.first_page / plan.chunk_pages), i);
+      const int tile = item.first_query / plan.tile_queries;
+      EXPECT_EQ(plan.ItemIndex(item.kv_head, tile, item.first_page / plan.chunk_pages), i);
       for (int query = item.first_query; query < item.first_query + item.n_queries; ++query) {
         for (int page = item.first_page; page < item.first_page + item.n_pages; ++page) {
           ++hits[static_cast<size_t>((item.kv_head * c.n_queries + query) * c.n_pages + page)];
@@ -229,7 +234,8 @@ TEST(Plan, CoversEveryHeadQueryAndPageExactlyOnce) {
 TEST(Plan, KeepsShortContextsInOneChunkAndSplitsLongOnesForManyThreads) {
   const AttentionShape shape{9, 3, 64, 0.125f};
   const auto plan_of = [&](int n_queries, int n_keys) {
-    return AttentionPlan(shape, n_queries, std::vector<PageRef>(static_cast<size_t>(n_keys / kPageTokens), PageRef{nullptr, {}, kPageTokens}));
+    const size_t n_pages = static_cast<size_t>(n_keys / kPageTokens);
+    return AttentionPlan(shape, n_queries, std::vector<PageRef>(n_pages, PageRef{nullptr, {}, kPageTokens}));
   };
   EXPECT_EQ(plan_of(1, 512).n_merge_items(), 0);
   EXPECT_EQ(plan_of(1, 512).partial_floats(), 0u);
@@ -257,7 +263,15 @@ class Attention : public testing::TestWithParam<int64_t> {
     hwy::GetChosenTarget().Update(hwy::SupportedTargets());
   }
 };
-INSTANTIATE_TEST_SUITE_P(On, Attention, testing::ValuesIn(hwy::SupportedAndGeneratedTargets()), TargetName);
+
+std::vector<int64_t> Targets() {
+  std::vector<int64_t> targets = hwy::SupportedAndGeneratedTargets();
+#if HWY_ARCH_X86
+  std::erase(targets, HWY_SSSE3);  // attention has no code of its own for it
+#endif
+  return targets;
+}
+INSTANTIATE_TEST_SUITE_P(On, Attention, testing::ValuesIn(Targets()), TargetName);
 
 bool IsHalf(const Context& context) {
   return std::all_of(context.pages().begin(), context.pages().end(), [](const PageRef& page) {
@@ -269,7 +283,7 @@ void ExpectAsReference(const Context& context, int group, int n_queries, int lay
   const AttentionShape shape = ShapeOf(context.geometry(), group);
   const std::vector<float> q = RandomQueries(shape, n_queries, seed);
   const AttentionPlan plan(shape, n_queries, context.pages());
-  const bool exact = plan.tile_rows() > kMaxQueryGroup || IsHalf(context);
+  const bool exact = plan.tile_rows() > attention::kFewRows || IsHalf(context);
   EXPECT_THAT(RelativeRms(RunStep(plan, context, layer, q), Reference(shape, context, layer, q, n_queries)),
               Le(exact ? kFloatTolerance : kFewRowsTolerance))
       << "head_dim " << shape.head_dim << ", " << shape.n_heads << " heads, " << shape.n_kv_heads << " KV heads, "
@@ -291,7 +305,7 @@ TEST_P(Attention, EqualsTheReferenceForEveryCodecPair) {
 }
 
 TEST_P(Attention, EqualsTheReferenceForRandomShapesAndMixedPages) {
-  const int n_cases = slow() ? 10 : 60;
+  const int n_cases = slow() ? 10 : 40;
   for (int i = 0; i < n_cases; ++i) {
     const uint32_t seed = 1000u + static_cast<uint32_t>(i);
     std::mt19937 random(seed);
@@ -302,7 +316,9 @@ TEST_P(Attention, EqualsTheReferenceForRandomShapesAndMixedPages) {
     std::vector<PageSpec> specs;
     for (int keys = 0; keys < n_keys;) {
       const int tokens = std::min(between(0, 2) == 0 ? between(1, kPageTokens) : kPageTokens, n_keys - keys);
-      specs.push_back({{kAllCodecs[static_cast<size_t>(between(0, 5))], kAllCodecs[static_cast<size_t>(between(0, 5))]}, tokens});
+      const CodecId k = kAllCodecs[static_cast<size_t>(between(0, 5))];
+      const CodecId v = kAllCodecs[static_cast<size_t>(between(0, 5))];
+      specs.push_back({{k, v}, tokens});
       keys += tokens;
     }
     const Context context(geometry, specs, seed);
@@ -313,13 +329,10 @@ TEST_P(Attention, EqualsTheReferenceForRandomShapesAndMixedPages) {
 
 // Every count of rows has a kernel of its own.
 TEST_P(Attention, EqualsTheReferenceForEveryNumberOfRows) {
-  for (int rows = 1; rows <= kMaxQueryGroup; ++rows) {
-    for (CodecId codec : kAllCodecs) {
-      SCOPED_TRACE(CodecOf(codec).name);
-      const Context context({1, 1, 64}, PagesOf(70, {codec, codec}), 11);
-      ExpectAsReference(context, rows, 1, 0, 12);
-      ExpectAsReference(context, 1, 16 + rows, 0, 13);
-    }
+  for (CodecId codec : kAllCodecs) {
+    SCOPED_TRACE(CodecOf(codec).name);
+    const Context context({1, 1, 64}, PagesOf(70, {codec, codec}), 11);
+    for (int rows = 1; rows <= attention::kFewRows + 12; ++rows) ExpectAsReference(context, 1, rows, 0, 12);
   }
 }
 
@@ -387,14 +400,15 @@ TEST_P(Attention, GivesTheSameBitsInAnyOrderAndOnAnyNumberOfThreads) {
 TEST_P(Attention, ShowsEachQueryExactlyTheKeysUpToItsPosition) {
   constexpr int kDim = 32;
   for (int n_queries : {1, 2, 5, 31, 32, 33, 64, 65, 100}) {
-    for (int older : {0, 1, 31, 32, 33, 130}) {
+    for (int older : {0, 1, 30, 31, 32, 33, 130}) {
       const Geometry geometry{1, 1, kDim};
       const int n_keys = older + n_queries;
       Context context(geometry, PagesOf(n_keys, {CodecId::kF16, CodecId::kF16}), 51);
       for (size_t page = 0; page < context.pages().size(); ++page) {
         std::vector<float> k(kPageTokens * kDim, 0.0f), v(kPageTokens * kDim, 0.0f);
         for (int t = 0; t < kPageTokens; ++t) {
-          k[static_cast<size_t>(t) * kDim] = v[static_cast<size_t>(t) * kDim + 7] = static_cast<float>(page) * kPageTokens + static_cast<float>(t);
+          const float position = static_cast<float>(page) * kPageTokens + static_cast<float>(t);
+          k[static_cast<size_t>(t) * kDim] = v[static_cast<size_t>(t) * kDim + 7] = position;
         }
         // All 32 tokens have contents here, also those beyond what PageRef shows.
         CodecOf(CodecId::kF16).encode(Side::kK, k.data(), kPageTokens, kDim, context.block(page, Side::kK, 0, 0));

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 #include <utility>
 
@@ -20,7 +21,6 @@
 #define QKV_ATTENTION_PANELS_INL_H_
 #endif
 
-#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -72,21 +72,31 @@ HWY_INLINE VF LoadOperand(const hwy::float16_t* p) {
   return hn::PromoteTo(DF(), hn::LoadU(hn::Rebind<hwy::float16_t, DF>(), p));
 }
 
-// The hardware prefetchers lose a stream that jumps from block to block. So each kernel that reads a page's bytes fetches,
-// along with its own, those at the same offsets of the next page's block (`ahead`).
+// The hardware prefetchers lose a stream that jumps from block to block. So a kernel that reads a page's bytes fetches,
+// along with its own, those at the same offsets in the same block of the next two pages: the second one into L2, which
+// has room for enough outstanding misses, the first one from there into L1.
+// Integers, because a next page of another codec may end before these addresses do; prefetching never faults.
+struct Ahead {
+  uintptr_t near = 0;
+  uintptr_t far = 0;
+  HWY_INLINE Ahead operator+(size_t bytes) const { return {near + bytes, far + bytes}; }
+};
 template <size_t kBytes>
-HWY_INLINE void Prefetch(const std::byte* ahead) {
-  for (size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+HWY_INLINE void Prefetch(Ahead ahead) {
+  for (size_t i = 0; i < kBytes; i += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(ahead.near + i), 0, 3);
+    __builtin_prefetch(reinterpret_cast<const void*>(ahead.far + i), 0, 2);
+  }
 }
 
 // scores = q . k over columns of 32 tokens; k is [dim][32] of fp32 or halves, q [dim][R].
 struct ScoresOfPanel {
   template <size_t R, size_t V, class T, size_t... I>
-  static HWY_INLINE void Tile(const float* HWY_RESTRICT q, const T* HWY_RESTRICT k, const std::byte* ahead, size_t dim,
+  static HWY_INLINE void Tile(const float* HWY_RESTRICT q, const T* HWY_RESTRICT k, Ahead ahead, size_t dim,
                               float* HWY_RESTRICT scores, std::index_sequence<I...>) {
     const DF d;
     VF sum[R * V] = {((void)I, hn::Zero(d))...};
-    for (size_t c = 0; c < dim; ++c, q += R, k += kPageTokens, ahead += kPageTokens * sizeof(T)) {
+    for (size_t c = 0; c < dim; ++c, q += R, k += kPageTokens, ahead = ahead + kPageTokens * sizeof(T)) {
       if constexpr (kIsPage<T>) Prefetch<V * kLanes * sizeof(T)>(ahead);
       VF column[4];
       column[0] = LoadOperand(k);
@@ -99,7 +109,7 @@ struct ScoresOfPanel {
   }
 
   template <size_t R, class T>
-  static HWY_NOINLINE void Run(const float* q, const T* k, const std::byte* ahead, size_t dim, float* scores) {
+  static HWY_NOINLINE void Run(const float* q, const T* k, Ahead ahead, size_t dim, float* scores) {
     constexpr size_t V = std::min(TileVectors(R, kAccumulators), kPageTokens / kLanes);
     for (size_t t = 0; t < kPageTokens; t += V * kLanes) {
       Tile<R, V>(q, k + t, ahead + t * sizeof(T), dim, scores + t, std::make_index_sequence<R * V>());
@@ -110,12 +120,12 @@ struct ScoresOfPanel {
 // outputs = outputs * keep + gain * (weights . v); v is [n_tokens][dim] of fp32 or halves.
 struct ValuesOfPanel {
   template <size_t R, size_t V, class T, size_t... I>
-  static HWY_INLINE void Tile(const float* HWY_RESTRICT weights, const T* HWY_RESTRICT v, const std::byte* ahead,
-                              size_t n_tokens, size_t dim, const float* HWY_RESTRICT keep, const float* HWY_RESTRICT gain,
-                              float* HWY_RESTRICT outputs, std::index_sequence<I...>) {
+  static HWY_INLINE void Tile(const float* HWY_RESTRICT weights, const T* HWY_RESTRICT v, Ahead ahead,
+                              size_t n_tokens, size_t dim, const float* HWY_RESTRICT keep,
+                              const float* HWY_RESTRICT gain, float* HWY_RESTRICT outputs, std::index_sequence<I...>) {
     const DF d;
     VF sum[R * V] = {((void)I, hn::Zero(d))...};
-    for (size_t t = 0; t < n_tokens; ++t, v += dim, ahead += dim * sizeof(T)) {
+    for (size_t t = 0; t < n_tokens; ++t, v += dim, ahead = ahead + dim * sizeof(T)) {
       if constexpr (kIsPage<T>) Prefetch<V * kLanes * sizeof(T)>(ahead);
       VF row[4];
       row[0] = LoadOperand(v);
@@ -131,10 +141,11 @@ struct ValuesOfPanel {
   }
 
   template <size_t R, size_t V, class T>
-  static HWY_INLINE void Columns(size_t c, const float* weights, const T* v, const std::byte* ahead, size_t n_tokens,
+  static HWY_INLINE void Columns(size_t c, const float* weights, const T* v, Ahead ahead, size_t n_tokens,
                                  size_t dim, const float* keep, const float* gain, float* outputs) {
     for (; c + V * kLanes <= dim; c += V * kLanes) {
-      Tile<R, V>(weights, v + c, ahead + c * sizeof(T), n_tokens, dim, keep, gain, outputs + c, std::make_index_sequence<R * V>());
+      Tile<R, V>(weights, v + c, ahead + c * sizeof(T), n_tokens, dim, keep, gain, outputs + c,
+                 std::make_index_sequence<R * V>());
     }
     if constexpr (V > 1) {
       if (c < dim) Columns<R, V / 2>(c, weights, v, ahead, n_tokens, dim, keep, gain, outputs);
@@ -142,7 +153,7 @@ struct ValuesOfPanel {
   }
 
   template <size_t R, class T>
-  static HWY_NOINLINE void Run(const float* weights, const T* v, const std::byte* ahead, size_t n_tokens, size_t dim,
+  static HWY_NOINLINE void Run(const float* weights, const T* v, Ahead ahead, size_t n_tokens, size_t dim,
                                const float* keep, const float* gain, float* outputs) {
     Columns<R, TileVectors(R, kAccumulators)>(0, weights, v, ahead, n_tokens, dim, keep, gain, outputs);
   }

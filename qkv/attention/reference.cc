@@ -9,8 +9,8 @@
 
 namespace qkv {
 
-void AttendReference(const AttentionShape& shape, std::span<const PageRef> pages, int n_layers, int layer, const float* q,
-                     int n_queries, float* out) {
+void AttendReference(const AttentionShape& shape, std::span<const PageRef> pages, int n_layers, int layer,
+                     const float* q, int n_queries, float* out) {
   const size_t dim = static_cast<size_t>(shape.head_dim);
   const int group = shape.n_heads / shape.n_kv_heads;
   int n_keys = 0;

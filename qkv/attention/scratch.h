@@ -16,8 +16,8 @@ namespace qkv::attention {
 // Rows per tile of a prefill: enough to pay for unpacking a block, few enough for scores and outputs to stay in L2.
 inline constexpr int kTileRows = 96;
 // Up to this many rows attention runs on the codes themselves, page by page; above, pages are unpacked to fp32 once for
-// all rows, four at a time.
-inline constexpr int kFewRows = 16;
+// all rows, four at a time. At 30 rows of head dim 64 the codes took 0.67 (i8) to 0.93 (i8-channel) of the time.
+inline constexpr int kFewRows = 32;
 inline constexpr int kGroupPages = 4;
 inline constexpr int kScoreStride = kGroupPages * kPageTokens;
 inline constexpr int kMaxI4Groups = kMaxHeadDim / 32;
@@ -38,7 +38,9 @@ struct Scratch {
     carve(scores, rows * kScoreStride);
     carve(outputs, rows * dim);
     carve(sums, rows * kMaxLanes);
-    for (float** row_values : {&maxima, &group_maxima, &keep, &gain, &weight_scale, &base}) carve(*row_values, padded_rows);
+    for (float** row_values : {&maxima, &group_maxima, &keep, &gain, &weight_scale, &base}) {
+      carve(*row_values, padded_rows);
+    }
     carve(k_panel, dim * kPageTokens);
     carve(v_panel, dim * kPageTokens * (few ? 1 : kGroupPages));
     if (!few) return;

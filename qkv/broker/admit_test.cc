@@ -33,7 +33,9 @@ std::vector<Fd> Arrived(const TestContext& context) {
   return fds;
 }
 
-std::string Admitted(const TestContext& context) { return Outcome(AdmitContext(Arrived(context))); }
+std::string Admitted(const TestContext& context) {
+  return Outcome(AdmitContext(Arrived(context)));
+}
 
 TEST(Admit, TakesWhatTheCardSays) {
   const TestContext context("summary", {8192, 12288});

@@ -29,16 +29,13 @@ struct BrokerClient::Impl {
   std::chrono::milliseconds call_time{};
 };
 
-// An error of the broker leaves the connection as it is. After one of the connection itself, a timeout included, it is
-// closed: a late reply must not be taken for the next one's.
+// An error that the broker replies leaves the connection as it is, and so does a request that could not be sent. When
+// no usable reply comes, be it for a timeout, it is closed: a late reply must not be taken for the next call's.
 Result<BrokerClient::Impl::Answer> BrokerClient::Impl::Call(const BrokerRequest& request, std::span<const int> fds,
                                                             BrokerReply::BodyCase expected, Deadline deadline) {
   if (!socket.valid()) return Err(Code::kPeerLost, Reason::kPeerLost, "the connection to the broker is gone");
   const Status sent = SendMessage(socket, request.SerializeAsString(), fds, deadline);
-  if (!sent && sent.error().code != Code::kPeerLost) {
-    if (sent.error().code == Code::kTimeout) socket.Reset();
-    return tl::unexpected(sent.error());
-  }
+  if (!sent && sent.error().code != Code::kPeerLost) return tl::unexpected(sent.error());
   // Also when the broker has hung up: it may have said why.
   auto received = ReceiveMessage(socket, sent ? deadline : kDontWait);
   if (!received) {

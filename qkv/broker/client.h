@@ -6,7 +6,9 @@
 // hanging. Descriptors received are read-only, close-on-exec and owned by the caller: what was attached stays usable
 // when the broker, the producer or this connection goes away.
 //
-// One thread at a time may use a client. A client's leases end with its connection.
+// One thread at a time may use a client. A client's leases end with its connection, which does not survive a call that
+// fails with kPeerLost, kTimeout or a reply that cannot be used: later calls fail with kPeerLost. No call raises
+// SIGPIPE.
 
 #include <chrono>
 #include <cstdint>
@@ -23,11 +25,11 @@ namespace qkv {
 struct ContextInfo {
   std::string id;
   std::string name;
-  std::string model;       // the card's model name
-  std::string kv;          // codec pair of the first page's card entry, e.g. "i8"
+  std::string model;  // the card's model name
+  std::string kv;     // codec pair of the first page, e.g. "i8", as the card says; may be empty
   uint64_t n_tokens = 0;
-  uint64_t bytes = 0;      // of the segments this context holds, shared ones included
-  int64_t producer_pid = 0;
+  uint64_t bytes = 0;        // of the segments this context holds, shared ones included
+  int64_t producer_pid = 0;  // of the process that published it, as the kernel saw it
   int64_t created_unix_ms = 0;
   int64_t expires_unix_ms = 0;  // 0: never
   bool pinned = false;
@@ -36,9 +38,9 @@ struct ContextInfo {
 
 struct BrokerStatus {
   std::vector<ContextInfo> contexts;
-  uint64_t used_bytes = 0;    // every segment and card once, however many contexts share it
+  uint64_t used_bytes = 0;  // every segment and card once, however many contexts share it
   uint64_t budget_bytes = 0;
-  uint64_t generation = 0;    // random, new at every start of a broker
+  uint64_t generation = 0;  // random, new at every start of a broker
 };
 
 struct AttachedContext {
@@ -49,12 +51,15 @@ struct AttachedContext {
 };
 
 struct PublishOptions {
-  std::chrono::milliseconds ttl{0};  // 0: until released
+  std::chrono::milliseconds ttl{0};  // 0: until removed or evicted; the card's own expiry counts as well
   bool pin = false;                  // never evicted to make room
 };
 
 class BrokerClient {
  public:
+  // `deadline` is for this and for every later call, each. Errors: kPeerLost (nobody listens there), kDenied (it is not
+  // our user's, nor root's, or we are not its), kTimeout, kExhausted/pool_full (too many clients),
+  // kIncompatible/version, kInvalidArgument (no socket can have that path).
   static Result<std::unique_ptr<BrokerClient>> Connect(const std::string& socket_path,
                                                        std::chrono::milliseconds deadline = std::chrono::seconds(5));
   ~BrokerClient();
@@ -62,11 +67,13 @@ class BrokerClient {
   BrokerClient& operator=(const BrokerClient&) = delete;
 
   // The broker keeps its own duplicates; id and name are read from the card. A context of that id is replaced only by
-  // the same bytes (so a client may re-announce); one of that name, if held by another id, is taken over.
-  // Errors: kExhausted/pool_full, kInvalidArgument, kDenied, kPeerLost, kTimeout.
+  // the same bytes (so a client may re-announce); a name that another context holds moves to this one, and the other
+  // can still be had by its id. Errors: kExhausted/pool_full, kInvalidArgument, kDenied/denied (a descriptor is not a
+  // sealed memory file), what ParseCard says, kIncompatible/expired, kPeerLost, kTimeout.
   Status Publish(const Fd& card, std::span<const Fd* const> segments, const PublishOptions& options = {});
 
-  // By id or name. Errors: kNotFound/not_found, kIncompatible/expired, kPeerLost, kTimeout.
+  // By id or, failing that, name. Errors: kNotFound/not_found, kIncompatible/expired, kExhausted/pool_full (too many
+  // leases, or open files here), kPeerLost, kTimeout.
   Result<AttachedContext> Attach(const std::string& id_or_name);
   Status ReleaseLease(uint64_t lease);
 
@@ -75,7 +82,7 @@ class BrokerClient {
 
   Result<BrokerStatus> List();
 
-  // True once the broker has hung up; calls then fail with kPeerLost.
+  // True once the broker has hung up or the connection was given up; calls then fail with kPeerLost.
   bool lost() const;
 
  private:

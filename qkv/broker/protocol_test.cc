@@ -112,8 +112,17 @@ TEST(Protocol, RefusesWhatIsNoReply) {
 }
 
 TEST(Protocol, AContextArrivesAsItWasAndCutToSize) {
-  ContextInfo info{.id = "i", .name = "n", .model = "m\xff", .kv = "k", .n_tokens = 1, .bytes = 2, .producer_pid = 3,
-                   .created_unix_ms = 4, .expires_unix_ms = 5, .pinned = true, .n_leases = 6};
+  ContextInfo info{.id = "i",
+                   .name = "n",
+                   .model = "m\xff",
+                   .kv = "k",
+                   .n_tokens = 1,
+                   .bytes = 2,
+                   .producer_pid = 3,
+                   .created_unix_ms = 4,
+                   .expires_unix_ms = 5,
+                   .pinned = true,
+                   .n_leases = 6};
   BrokerReply::Context wire;
   ToWire(info, &wire);
   const ContextInfo back = FromWire(wire);

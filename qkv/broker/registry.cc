@@ -32,20 +32,6 @@ tl::unexpected<Error> NoSuchLease(uint64_t lease) {
 
 }  // namespace
 
-std::string_view EventName(Event::Kind kind) {
-  switch (kind) {
-    case Event::Kind::kCreated: return "created";
-    case Event::Kind::kPublished: return "published";
-    case Event::Kind::kAttached: return "attached";
-    case Event::Kind::kReleased: return "released";
-    case Event::Kind::kRemoved: return "removed";
-    case Event::Kind::kExpired: return "expired";
-    case Event::Kind::kEvicted: return "evicted";
-    case Event::Kind::kRefused: return "refused";
-  }
-  return "";
-}
-
 Status Registry::Publish(NewContext incoming, int64_t now_unix_ms) {
   Expire(now_unix_ms);
   ContextInfo& info = incoming.info;

@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a broker knows: contexts by id and name, who leases them, and how much memory they hold. Pure state: no clock, no
-// sockets, no system calls (dropping the last handle of a file closes it); time is passed in, what happened comes
+// What a broker knows: contexts by id and name, who leases them, and how much memory they hold. Pure state: no clock,
+// no sockets, no system calls (dropping the last handle of a file closes it); time is passed in, what happened comes
 // out as Events. Callers have validated every string and number. Not synchronised: one thread at a time.
 
 #include <compare>
@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "qkv/broker/client.h"
@@ -42,18 +43,17 @@ struct RegistryLimits {
 using ClientId = uint64_t;
 
 struct NewContext {
-  ContextInfo info;              // n_leases is ignored
+  ContextInfo info;               // n_leases is ignored
   std::vector<StoredFile> files;  // the card, then the segments in the card's order; the same file may occur twice
 };
 
 struct Event {
-  enum class Kind { kCreated, kPublished, kAttached, kReleased, kRemoved, kExpired, kEvicted, kRefused };
+  enum class Kind { kCreated, kPublished, kAttached, kReleased, kRemoved, kExpired, kEvicted };
   Kind kind;
   std::string id;
   std::string name;
   uint64_t bytes = 0;
 };
-std::string_view EventName(Event::Kind kind);  // "created", …
 
 class Registry {
  public:
@@ -61,8 +61,8 @@ class Registry {
 
   // Adds a context, evicting unpinned and unleased ones, least recently used first, when it would not fit; nothing is
   // evicted in vain. A name held by another context moves to this one; the other stays, without a name. An id that is
-  // known already keeps its files and takes over name, expiry and pin: the caller has made sure that the card is the same.
-  // Errors: kExhausted/pool_full, kIncompatible/expired.
+  // known already keeps its files and takes over name, expiry and pin: the caller has made sure that the card is the
+  // same. Errors: kExhausted/pool_full, kIncompatible/expired.
   Status Publish(NewContext context, int64_t now_unix_ms);
 
   struct Grant {

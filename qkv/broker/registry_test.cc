@@ -23,7 +23,9 @@ constexpr uint64_t kCardBytes = 10;
 constexpr ClientId kAnn = 1;
 constexpr ClientId kBob = 2;
 
-StoredFile File(uint64_t inode, uint64_t bytes) { return {{7, inode}, bytes, std::make_shared<const Fd>()}; }
+StoredFile File(uint64_t inode, uint64_t bytes) {
+  return {{7, inode}, bytes, std::make_shared<const Fd>()};
+}
 
 // A context whose card has an inode of its own, derived from the id.
 NewContext Context(const std::string& id, const std::vector<StoredFile>& segments, const std::string& name = "") {
@@ -36,6 +38,11 @@ NewContext Context(const std::string& id, const std::vector<StoredFile>& segment
     context.info.bytes += segment.bytes;
   }
   return context;
+}
+
+std::string NameOf(Event::Kind kind) {
+  const char* names[] = {"created", "published", "attached", "released", "removed", "expired", "evicted"};
+  return names[static_cast<size_t>(kind)];
 }
 
 class RegistryTest : public ::testing::Test {
@@ -62,7 +69,8 @@ class RegistryTest : public ::testing::Test {
 
   static std::vector<std::string> EventsOf(Registry& registry) {
     std::vector<std::string> lines;
-    for (const Event& event : registry.TakeEvents()) lines.push_back(fmt::format("{} {}", EventName(event.kind), event.id));
+    for (const Event& event : registry.TakeEvents())
+      lines.push_back(fmt::format("{} {}", NameOf(event.kind), event.id));
     return lines;
   }
 };

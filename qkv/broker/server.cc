@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "qkv/broker/admit.h"
+#include "qkv/broker/event_line.h"
 #include "qkv/broker/protocol.h"
 #include "qkv/broker/registry.h"
 #include "qkv/broker/socket.h"
@@ -30,9 +31,10 @@
 namespace qkv {
 namespace {
 
-constexpr int kAcceptPauseMs = 100;   // after the system refused a descriptor for a new client
-constexpr int kMaxPollMs = 60'000;    // the wall clock, which expiry goes by, may be set meanwhile
-constexpr int kSendBufferBytes = 2 * kMaxMessageBytes;  // a reply always fits into the buffer of a client that reads
+constexpr int kAcceptPauseMs = 100;  // after the system refused a descriptor for a new client
+constexpr int kMaxPollMs = 60'000;   // the wall clock, which expiry goes by, may be set meanwhile
+// A reply always fits into the buffer of a client that has read those before.
+constexpr int kSendBufferBytes = 2 * kMaxMessageBytes;
 
 int64_t NowUnixMs() {
   using std::chrono::system_clock;
@@ -44,19 +46,6 @@ size_t MaxFiles() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return 512;
   return static_cast<size_t>(std::min<rlim_t>(limit.rlim_cur, 1 << 20)) / 2;
-}
-
-// Bytes beyond printable ASCII become \u00xx, so that the line is JSON whatever a stranger sent.
-std::string JsonString(std::string_view text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\' || c < 0x20 || c > 0x7e) {
-      out += fmt::format("\\u{:04x}", static_cast<unsigned char>(c));
-    } else {
-      out += c;
-    }
-  }
-  return out += '"';
 }
 
 std::string_view RequestName(const BrokerRequest& request) {
@@ -122,11 +111,11 @@ struct BrokerServer::Impl {
   Listener listener;
   Fd wake;
   const uint64_t generation;
-  // From here on: only the broker's thread.
+  std::thread thread;
+  // From here on: only that thread's.
   Registry registry;
   std::map<ClientId, Client> clients;
   ClientId last_client = 0;
-  std::thread thread;
 };
 
 int BrokerServer::Impl::PollMs(bool accept_paused) const {
@@ -265,8 +254,9 @@ Result<Answer> BrokerServer::Impl::HandlePublish(Client& client, const BrokerReq
     size_t announced = request.publish().n_descriptors();
     for (const auto& [id, other] : clients) announced += other.upload ? other.upload->publish.n_descriptors() : 0;
     if (announced > registry.limits().max_files) {
-      return Err(Code::kExhausted, Reason::kPoolFull, "publish: {} descriptors on their way to the broker, expected at most {}",
-                 announced, registry.limits().max_files);
+      return Err(Code::kExhausted, Reason::kPoolFull,
+                 "publish: {} descriptors on their way to the broker, expected at most {}", announced,
+                 registry.limits().max_files);
     }
     client.upload.emplace(Upload{request.publish(), {}});
   } else if (!client.upload) {
@@ -320,8 +310,7 @@ Result<Answer> BrokerServer::Impl::HandleAttach(ClientId id, const std::string& 
   return answer;
 }
 
-Status BrokerServer::Impl::AppendFiles(ClientId id, uint64_t lease, size_t first, Answer* answer,
-                                       size_t* total) const {
+Status BrokerServer::Impl::AppendFiles(ClientId id, uint64_t lease, size_t first, Answer* answer, size_t* total) const {
   QKV_ASSIGN_OR_RETURN(const auto files, registry.FilesOf(id, lease));
   *total = files.size();
   const size_t end = std::min(files.size(), first + kMaxDescriptorsPerMessage);
@@ -351,19 +340,12 @@ BrokerReply BrokerServer::Impl::List(std::string_view after_id) const {
 
 void BrokerServer::Impl::EmitEvents(int64_t pid) {
   for (const Event& event : registry.TakeEvents()) {
-    if (!options.on_event) continue;
-    options.on_event(fmt::format(R"({{"unix_ms":{},"event":"{}","id":{},"name":{},"bytes":{},"pid":{}}})", NowUnixMs(),
-                                 EventName(event.kind), JsonString(event.id), JsonString(event.name), event.bytes,
-                                 pid));
+    if (options.on_event) options.on_event(EventLine(event, NowUnixMs(), pid));
   }
 }
 
 void BrokerServer::Impl::EmitRefusal(const Client& client, const BrokerRequest& request, const Error& error) {
-  if (!options.on_event) return;
-  options.on_event(fmt::format(
-      R"({{"unix_ms":{},"event":"{}","request":"{}","code":"{}","reason":"{}","message":{},"pid":{}}})", NowUnixMs(),
-      EventName(Event::Kind::kRefused), RequestName(request), CodeName(error.code), ReasonName(error.reason),
-      JsonString(error.message), client.peer.pid));
+  if (options.on_event) options.on_event(RefusalLine(RequestName(request), error, NowUnixMs(), client.peer.pid));
 }
 
 Result<std::unique_ptr<BrokerServer>> BrokerServer::Start(BrokerOptions options) {
@@ -396,7 +378,9 @@ BrokerServer::~BrokerServer() {
   impl_->thread.join();
 }
 
-const std::string& BrokerServer::socket_path() const { return impl_->options.socket_path; }
+const std::string& BrokerServer::socket_path() const {
+  return impl_->options.socket_path;
+}
 
 std::string DefaultSocketPath() {
   if (const char* path = std::getenv("QKVSHARE_SOCKET"); path != nullptr && *path != '\0') return path;

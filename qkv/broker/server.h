@@ -2,9 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The broker: knows which contexts exist and passes their descriptors on (DESIGN §9). Serves a SOCK_SEQPACKET Unix socket
-// from one thread of its own; embedded in `run`, alone in `qkvshare broker`. It holds descriptors and never maps page
-// contents; memory safety never depends on it.
+// The broker: knows which contexts exist and passes their descriptors on (docs/PROTOCOL.md). Serves a SOCK_SEQPACKET
+// Unix socket from one thread of its own, with all signals blocked; embedded in `run`, alone in `qkvshare broker`. It
+// answers processes of its own user, and root, only. It holds descriptors and never maps page contents; memory safety
+// never depends on it. One thread makes and destroys it.
 
 #include <chrono>
 #include <cstdint>
@@ -20,15 +21,17 @@ struct BrokerOptions {
   std::string socket_path;
   uint64_t budget_bytes = uint64_t{4} << 30;
   size_t max_clients = 256;
-  // One line of JSON per life-cycle event (created, published, attached, released, expired, evicted, refused); called
-  // on the broker's thread.
+  // One line of JSON per life-cycle event (docs/PROTOCOL.md: created, published, attached, released, removed, expired,
+  // evicted, refused); called on the broker's thread, which serves nobody meanwhile. Must not throw.
   std::function<void(const std::string& json_line)> on_event;
 };
 
 class BrokerServer {
  public:
-  // Binds and listens before returning. The socket is made with mode 0600; its directory, if it has to be made, with 0700. A stale
-  // socket that nobody listens on is replaced; one in use is kInvalidArgument ("… is in use by another broker").
+  // Binds and listens before returning. The socket is made with mode 0600; its directory, if it has to be made, with
+  // 0700 (one level). A stale socket that nobody listens on is replaced; one in use is kInvalidArgument ("… is in use
+  // by another broker"), also when two start at once. A child that is forked and does not exec keeps the path occupied.
+  // Other errors: kInvalidArgument (path too long, or not a socket), kDenied, kNotFound, kExhausted, kIo.
   static Result<std::unique_ptr<BrokerServer>> Start(BrokerOptions options);
 
   // Stops serving, closes all descriptors, removes the socket. Clients see a hang-up.
@@ -44,7 +47,8 @@ class BrokerServer {
   std::unique_ptr<Impl> impl_;
 };
 
-// $QKVSHARE_SOCKET, else $XDG_RUNTIME_DIR/qkvshare/broker.sock, else a per-user directory under the system's temporary directory.
+// $QKVSHARE_SOCKET, else $XDG_RUNTIME_DIR/qkvshare/broker.sock, else a per-user directory under the system's temporary
+// directory.
 std::string DefaultSocketPath();
 
 }  // namespace qkv

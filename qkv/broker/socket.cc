@@ -29,8 +29,7 @@ tl::unexpected<Error> Lost(std::string_view what) {
 // Waits until the socket is ready for `events`, or has failed (the caller's next call then says how).
 Status WaitFor(const Fd& socket, short events, Deadline deadline, std::string_view what) {
   while (deadline != kDontWait) {
-    const auto left =
-        std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
     if (left <= 0) break;
     pollfd entry{socket.get(), events, 0};
     const int n = ::poll(&entry, 1, static_cast<int>(std::min<int64_t>(left, 60'000)));
@@ -244,6 +243,8 @@ Result<Peer> PeerOf(const Fd& socket) {
   return Peer{credentials.pid, credentials.uid};
 }
 
-bool IsTrusted(const Peer& peer) { return peer.uid == ::geteuid() || peer.uid == 0; }
+bool IsTrusted(const Peer& peer) {
+  return peer.uid == ::geteuid() || peer.uid == 0;
+}
 
 }  // namespace qkv

@@ -25,7 +25,9 @@ namespace qkv::test {
 
 inline constexpr std::chrono::seconds kLong{20};  // only a broken test waits that long
 
-inline Deadline Soon() { return std::chrono::steady_clock::now() + kLong; }
+inline Deadline Soon() {
+  return std::chrono::steady_clock::now() + kLong;
+}
 
 template <class T>
 T Take(Result<T> result) {

@@ -275,6 +275,11 @@ TEST(Card, IsRefusedWhenItContradictsItselfOrALimit) {
       {"span 0 has 4 pages", [](CacheCard& c) { c.mutable_spans(0)->set_n_pages(4); }},
       {"from page 4294967295", [](CacheCard& c) { c.mutable_spans(0)->set_first_page(~0u); }},  // + 2 would wrap around
       {"span 0 has 4294967295 pages", [](CacheCard& c) { c.mutable_spans(0)->set_n_pages(~0u); }},
+      {"pages from page 2 on",
+       [](CacheCard& c) {
+         c.mutable_spans(0)->set_first_page(2);
+         c.mutable_spans(0)->set_n_pages(~0u);
+       }},
       {"span 0 has 1 tokens in 2", [](CacheCard& c) { c.mutable_spans(0)->set_n_tokens(1); }},
       {"span 1 has 33 tokens in 1", [](CacheCard& c) { c.mutable_spans(1)->set_n_tokens(33); }},
       {"from position 59 on", [](CacheCard& c) { c.mutable_spans(1)->set_first_position(59); }},

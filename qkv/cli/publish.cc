@@ -1,5 +1,7 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
+#include <unistd.h>
+
 #include <memory>
 
 #include "qkv/cli/commands.h"
@@ -13,6 +15,7 @@ struct Options {
   TurnOptions turn;
   std::string socket;
   std::string name;
+  bool hold = false;
 };
 
 int Run(const Options& options) {
@@ -24,7 +27,9 @@ int Run(const Options& options) {
   if (!broker) return Fail(broker.error());
   request->publish_as = options.name;
   request->agent = options.name;
-  return RunTurn(options.model, options.turn, *request, broker->get());
+  const int status = RunTurn(options.model, options.turn, *request, broker->get());
+  if (status == 0 && options.hold) ::pause();
+  return status;
 }
 
 }  // namespace
@@ -33,6 +38,7 @@ void AddPublish(CLI::App& app, int& status) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("publish", "read a prompt (and answer it), then hand the context to the broker under a name");
   command->add_option("--name", options->name, "name of the context")->required();
+  command->add_flag("--hold", options->hold, "stay until a signal ends it (the context lives on without it all the same)");
   AddSocketOption(*command, options->socket);
   options->turn.max_tokens = 0;
   options->model.AddTo(*command);

@@ -105,6 +105,18 @@ Result<std::vector<uint8_t>> Peer::SaveState() {
   return state;
 }
 
+Status WriteF32Model(const std::string& path, const std::string& to) {
+  llama_log_set(IgnoreLog, nullptr);
+  llama_backend_init();
+  llama_model_quantize_params params = llama_model_quantize_default_params();
+  params.ftype = LLAMA_FTYPE_ALL_F32;
+  params.allow_requantize = true;
+  if (llama_model_quantize(path.c_str(), to.c_str(), &params) != 0) {
+    return Err(Code::kInternal, "libllama could not write '{}' in fp32", path);
+  }
+  return {};
+}
+
 Status Peer::RestoreState(std::span<const uint8_t> state) {
   if (llama_state_seq_set_data(impl_->context, state.data(), state.size(), 0) == 0) {
     return Err(Code::kInternal, "libllama could not restore its state");

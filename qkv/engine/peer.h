@@ -46,4 +46,7 @@ class Peer {
   std::unique_ptr<Impl> impl_;
 };
 
+// The same model with its weights in fp32, by libllama's own quantizer.
+Status WriteF32Model(const std::string& path, const std::string& to);
+
 }  // namespace qkv

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <yaml-cpp/eventhandler.h>
 #include <yaml-cpp/yaml.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include <limits>
 #include <set>
 #include <span>
+#include <sstream>
 #include <utility>
 
 #include "qkv/base/fd.h"
@@ -22,6 +24,7 @@ namespace qkv {
 namespace {
 
 constexpr size_t kMaxNameLength = 64;
+constexpr int kMaxValues = 10000;  // keys, texts, lists and maps of a file
 constexpr std::string_view kNameRule = "1 to 64 letters, digits, '-' or '_'";
 
 bool IsName(std::string_view text) {
@@ -157,6 +160,34 @@ Result<std::vector<Part>> SplitReferences(std::string_view text) {
   return parts;
 }
 
+// Runs through the events of a document without building it: a large document costs a hundred times its size when it is
+// built, and no flow has as many values as a small part of that.
+class Counter : public YAML::EventHandler {
+ public:
+  const YAML::Mark& start() const { return start_; }
+
+  void OnDocumentStart(const YAML::Mark& mark) override { start_ = mark; }
+  void OnDocumentEnd() override {}
+  void OnNull(const YAML::Mark& mark, YAML::anchor_t) override { Count(mark); }
+  void OnAlias(const YAML::Mark& mark, YAML::anchor_t) override { Count(mark); }
+  void OnScalar(const YAML::Mark& mark, const std::string&, YAML::anchor_t, const std::string&) override { Count(mark); }
+  void OnSequenceStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t, YAML::EmitterStyle::value) override {
+    Count(mark);
+  }
+  void OnSequenceEnd() override {}
+  void OnMapStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t, YAML::EmitterStyle::value) override {
+    Count(mark);
+  }
+  void OnMapEnd() override {}
+
+ private:
+  void Count(const YAML::Mark& mark) {
+    if (++values_ > kMaxValues) throw YAML::Exception(mark, fmt::format("more than {} values", kMaxValues));
+  }
+  YAML::Mark start_;
+  int values_ = 0;
+};
+
 struct Entry {
   std::string key;
   YAML::Mark key_mark;
@@ -193,10 +224,16 @@ class Parser {
                  1 + std::count(before.begin(), before.end(), '\n'), 1 + bad - line_start);
     }
     try {
-      std::vector<YAML::Node> documents = YAML::LoadAll(std::string(yaml));
-      if (documents.empty()) return Err(Code::kInvalidArgument, "{}:1:1: the flow is empty", path_);
-      if (documents.size() > 1) return At(documents[1].Mark(), "a second YAML document; a file holds one flow");
-      QKV_RETURN_IF_ERROR(Top(documents[0]));
+      // Not LoadAll: yaml-cpp's finds documents without end in a file that is a single comma.
+      const std::string text(yaml);
+      std::istringstream stream(text);
+      YAML::Parser parser(stream);
+      Counter first, second;
+      if (!parser.HandleNextDocument(first)) return Err(Code::kInvalidArgument, "{}:1:1: the flow is empty", path_);
+      if (parser.HandleNextDocument(second)) {
+        return At(second.start(), "a second YAML document; a file holds one flow");
+      }
+      QKV_RETURN_IF_ERROR(Top(YAML::Load(text)));
     } catch (const YAML::Exception& e) {
       return At(e.mark, "{}{}", e.msg, BraceHint(yaml, e.mark));
     }

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 
 namespace qkv {
 namespace {
@@ -253,8 +254,23 @@ TEST(FlowFileErrors, NotYaml) {
   EXPECT_EQ(ErrorOf("name: ok\n# \xff\n"), "f.yaml:2:3: not UTF-8 text");
   EXPECT_EQ(ErrorOf(std::string("name: \0x\n", 9)), "f.yaml:1:7: not UTF-8 text");
   EXPECT_EQ(ErrorOf("agents: [{name: a, prompt: b}]\n---\nagents: []\n"),
-            "f.yaml:3:1: a second YAML document; a file holds one flow");
+            "f.yaml:2:1: a second YAML document; a file holds one flow");
   EXPECT_THAT(ErrorOf("name: *nobody\n"), StartsWith("f.yaml:1:"));
+}
+
+TEST(FlowFileErrors, TokensOutOfPlaceEnd) {
+  for (const char* yaml : {",", "]", "}", "agents: [{name: a, prompt: b}]\n,", "--- ,", "%", "---\n---\n"}) {
+    EXPECT_THAT(ErrorOf(yaml), StartsWith("f.yaml:")) << yaml;
+  }
+  EXPECT_EQ(ErrorOf("---\nagents: [{name: a, prompt: b}]\n...\n"), "no error") << "one document with its marks";
+}
+
+TEST(FlowFileErrors, ManyValuesAreNotBuilt) {
+  for (const char* piece : {"- a\n", "- {a: b}\n", "? \n"}) {
+    std::string yaml;
+    while (yaml.size() + 16 < kMaxFlowFileBytes) yaml += piece;
+    EXPECT_THAT(ErrorOf(yaml), HasSubstr("more than 10000 values")) << piece;
+  }
 }
 
 TEST(FlowFileErrors, EscapesCannotSmuggleInWhatIsNotText) {
@@ -302,6 +318,11 @@ TEST(FlowFileErrors, AliasToItself) {
 
 TEST(FlowFile, SurvivesArbitraryBytes) {
   EXPECT_TRUE(rc::check("ParseFlow returns", [](const std::string& bytes) { (void)ParseFlow(bytes, "f.yaml"); }));
+}
+
+TEST(FlowFile, SurvivesArbitraryYamlLikeText) {
+  const auto yaml = rc::gen::container<std::string>(rc::gen::elementOf(std::string("{}[]:&*!|>-?#%@,'\"\n\t  agentsmpu0")));
+  EXPECT_TRUE(rc::check("ParseFlow returns", [&] { (void)ParseFlow("agents:\n- " + *yaml, "f.yaml"); }));
 }
 
 TEST(FlowFile, SurvivesEveryDamagedByteOfAGoodFlow) {
@@ -363,6 +384,35 @@ TEST_F(FlowFileTest, LargestFileIsReadInReasonableTime) {
   auto flow = ParseFlowFile(Write("f.yaml", yaml));
   EXPECT_TRUE(flow) << flow.error().message;
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+}
+
+// The repository, seen from this file.
+std::filesystem::path Root() { return std::filesystem::path(__FILE__).parent_path().parent_path().parent_path(); }
+
+TEST(Examples, ParseAndAreChains) {
+  for (const auto& [file, agents] : {std::pair{"writer_editor.yaml", 2u}, {"long_report.yaml", 3u}}) {
+    auto flow = ParseFlowFile((Root() / "examples" / file).string());
+    ASSERT_TRUE(flow) << flow.error().message;
+    ASSERT_EQ(flow->agents.size(), agents);
+    for (size_t i = 1; i < flow->agents.size(); ++i) EXPECT_EQ(flow->agents[i].inherits, flow->agents[i - 1].name);
+  }
+}
+
+TEST(Examples, SchemaAndParserKnowTheSameKeys) {
+  const auto schema = nlohmann::json::parse(std::ifstream(Root() / "docs" / "flow.schema.json"));
+  const auto unknown = [](const std::string& yaml) { return ErrorOf(yaml).find("unknown key") != std::string::npos; };
+  ASSERT_TRUE(unknown("nothing: []\n"));
+  size_t keys = 0;
+  for (const auto& [key, value] : schema["properties"].items()) {
+    EXPECT_FALSE(unknown(key + ": []\n")) << key;
+    ++keys;
+  }
+  EXPECT_EQ(keys, 7u) << "a new key of the flow belongs into the schema and FLOWS.md";
+  for (const auto& [key, value] : schema["$defs"]["agent"]["properties"].items()) {
+    EXPECT_FALSE(unknown("agents: [{" + key + ": []}]\n")) << key;
+    ++keys;
+  }
+  EXPECT_EQ(keys, 7u + 13u) << "a new key of an agent belongs into the schema and FLOWS.md";
 }
 
 TEST(FillIn, ReplacesReferences) {

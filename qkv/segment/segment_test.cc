@@ -275,18 +275,22 @@ TEST(Segment, AVerifiedPageIsNotReadAgain) {
 }
 
 TEST(Segment, ManyThreadsReportTheFirstPageThatFails) {
-  constexpr size_t kPages = 500;
-  Bytes bytes = BytesOf(*SegmentWithPages(kSmall, kI8Pair, kPages));
+  // Pages so large that other threads are still at work on later bad pages when the first one is found.
+  const Geometry geometry{.n_layers = 32, .n_kv_heads = 16, .head_dim = 128};
+  const size_t page_bytes = PageLayout(geometry, kI8Pair).bytes;
+  Bytes bytes = BytesOf(*SegmentWithPages(geometry, kI8Pair, 7));
   const uint64_t data_offset = HeaderIn(bytes).data_offset;
-  for (const size_t page : {180, 181, 350, 499}) bytes[data_offset + page * 4096 + 17] ^= std::byte{1};
-  for (const int threads : {-1, 0, 1, 2, 8, 1000}) {
-    const auto segment = Take(OpenSealed(bytes));
-    const Status status = segment->Verify(0, kPages, threads);
-    ASSERT_FALSE(status) << threads;
-    EXPECT_THAT(status.error().message, HasSubstr("page 180 "));
-    EXPECT_TRUE(segment->Verify(0, 180, threads));
-    EXPECT_TRUE(segment->Verify(182, 168, threads));
-    EXPECT_FALSE(segment->Verify(499, 1, threads));
+  for (size_t page = 2; page < 6; ++page) bytes[data_offset + page * page_bytes + 17] ^= std::byte{1};
+  const auto segment = Take(OpenSealed(bytes));
+  for (const int threads : {-1, 0, 1, 2, 3, 8, 1000}) {
+    for (int repetition = 0; repetition < 10; ++repetition) {  // threads meet failures in another order every time
+      const Status status = segment->Verify(1, 6, threads);
+      ASSERT_FALSE(status) << threads;
+      ASSERT_THAT(status.error().message, HasSubstr("page 2 ")) << threads;
+    }
+    EXPECT_TRUE(segment->Verify(0, 2, threads));
+    EXPECT_TRUE(segment->Verify(6, 1, threads));
+    EXPECT_FALSE(segment->Verify(5, 1, threads));
   }
 }
 

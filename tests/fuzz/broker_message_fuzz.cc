@@ -1,7 +1,8 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The decoders that see what a peer of the broker's socket sends. The first byte is the number of descriptors beside it.
+// The decoders that see what a peer of the broker's socket sends. The first byte is the number of descriptors beside
+// it.
 
 #include <cstddef>
 #include <cstdint>

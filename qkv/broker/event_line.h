@@ -1,0 +1,20 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Life-cycle events as lines of JSON (docs/PROTOCOL.md §8). Pure functions, safe from any thread. A line is printable
+// ASCII and one JSON object, whatever bytes a stranger brought into a name or a message.
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "qkv/base/error.h"
+#include "qkv/broker/registry.h"
+
+namespace qkv {
+
+std::string EventLine(const Event& event, int64_t unix_ms, int64_t pid);
+std::string RefusalLine(std::string_view request, const Error& error, int64_t unix_ms, int64_t pid);
+
+}  // namespace qkv

@@ -1,0 +1,54 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/broker/event_line.h"
+
+#include <google/protobuf/util/json_util.h>
+#include <gtest/gtest.h>
+
+#include "qkvshare/v1/broker.pb.h"
+
+namespace qkv {
+namespace {
+
+// Syntax only, by a parser that is not ours.
+bool IsJson(const std::string& line) {
+  google::protobuf::util::JsonParseOptions options;
+  options.ignore_unknown_fields = true;
+  ::qkvshare::v1::BrokerReply::Done nothing;
+  return google::protobuf::util::JsonStringToMessage(line, &nothing, options).ok();
+}
+
+TEST(EventLine, HasTheFieldsOfTheProtocol) {
+  EXPECT_EQ(EventLine({Event::Kind::kAttached, "0af", "summary", 4096}, 1700, 42),
+            R"({"unix_ms":1700,"event":"attached","id":"0af","name":"summary","bytes":4096,"pid":42})");
+  EXPECT_EQ(RefusalLine("publish", {Code::kExhausted, "too much", Reason::kPoolFull}, 1700, 42),
+            R"({"unix_ms":1700,"event":"refused","request":"publish","code":"exhausted","reason":"pool_full",)"
+            R"("message":"too much","pid":42})");
+}
+
+TEST(EventLine, NamesEveryKind) {
+  using Kind = Event::Kind;
+  const std::pair<Kind, std::string> kinds[] = {{Kind::kCreated, "created"},   {Kind::kPublished, "published"},
+                                                {Kind::kAttached, "attached"}, {Kind::kReleased, "released"},
+                                                {Kind::kRemoved, "removed"},   {Kind::kExpired, "expired"},
+                                                {Kind::kEvicted, "evicted"}};
+  for (const auto& [kind, name] : kinds) {
+    EXPECT_NE(EventLine({kind, "", "", 0}, 0, 0).find(fmt::format(R"("event":"{}")", name)), std::string::npos) << name;
+  }
+}
+
+TEST(EventLine, IsOneLineOfJsonWhateverBytesComeIn) {
+  std::string all;
+  for (int c = 0; c < 256; ++c) {
+    all += static_cast<char>(c);
+    const std::string alone(1, static_cast<char>(c));
+    EXPECT_TRUE(IsJson(EventLine({Event::Kind::kRemoved, alone, alone, 1}, 2, 3))) << c;
+  }
+  const std::string line = RefusalLine("attach", {Code::kCorrupt, all, Reason::kNone}, 1, 2);
+  EXPECT_TRUE(IsJson(line));
+  for (const char c : line) EXPECT_TRUE(c >= 0x20 && c <= 0x7e) << static_cast<int>(c);
+  EXPECT_FALSE(IsJson("{\"a\":\"\"\"}")) << "the parser would notice";
+}
+
+}  // namespace
+}  // namespace qkv

@@ -1,0 +1,209 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Handing over is exact: what a consumer in another process generates from a published context equals, token by token
+// and logit bit by logit bit, what the producer generates that goes on itself after publishing. The producer is this
+// process (or a `qkvshare publish` that is killed); consumers are `qkvshare attach`.
+//
+// The gate runs every codec pair on short contexts and a choice of them on 1,000 and 4,000 tokens; QKV_TEST_FULL=1 runs
+// every pair on every length.
+
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "qkv/broker/server.h"
+#include "qkv/engine/agent.h"
+#include "qkv/engine/test_support.h"
+#include "tests/process.h"
+
+namespace qkv {
+namespace {
+
+using ::qkv::testing::Process;
+using ::qkv::testing::SourceTokens;
+using ::qkv::testing::TempDir;
+using ::qkv::testing::TestModel;
+using ::qkv::testing::TestModelPath;
+using Json = nlohmann::json;
+
+constexpr int kTokens = 64;
+constexpr auto kPatience = std::chrono::seconds(120);
+
+struct Generated {
+  std::vector<Token> tokens;
+  std::string logits_digest;
+  bool operator==(const Generated&) const = default;
+};
+std::ostream& operator<<(std::ostream& out, const Generated& g) {
+  return out << g.logits_digest << " (" << g.tokens.size() << " tokens)";
+}
+
+class HandoffExact : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    BrokerOptions options;
+    options.socket_path = dir_.path() + "/broker.sock";
+    auto server = BrokerServer::Start(options);
+    ASSERT_TRUE(server) << server.error().message;
+    server_ = *std::move(server);
+    auto client = BrokerClient::Connect(options.socket_path);
+    ASSERT_TRUE(client) << client.error().message;
+    client_ = *std::move(client);
+  }
+
+  std::unique_ptr<Agent> NewAgent(CodecPair kv) {
+    SequenceOptions options;
+    options.n_ctx = 4608;
+    options.n_threads = 2;
+    options.kv = kv;
+    auto sequence = Sequence::Create(TestModel(), options);
+    EXPECT_TRUE(sequence) << sequence.error().message;
+    return std::make_unique<Agent>(TestModel(), *std::move(sequence), client_.get());
+  }
+
+  // Reads `tokens` and publishes them under `name`.
+  std::string Produce(Agent& agent, std::span<const Token> tokens, const std::string& name) {
+    const Status read = agent.sequence().Forward(tokens);
+    EXPECT_TRUE(read) << read.error().message;
+    return PublishNow(agent, name);
+  }
+  std::string PublishNow(Agent& agent, const std::string& name) {
+    Sequence::PublishInfo info;
+    info.name = name;
+    const auto context = agent.sequence().Publish(info);
+    EXPECT_TRUE(context) << context.error().message;
+    const Status published = PublishContext(*client_, *context);
+    EXPECT_TRUE(published) << published.error().message;
+    return context->card.id();
+  }
+
+  // The producer goes on itself.
+  static Generated GoOn(Agent& agent) {
+    TurnRequest request;
+    request.max_tokens = kTokens;
+    request.ignore_eos = true;
+    request.digest_logits = true;
+    const auto result = agent.Run(request);
+    EXPECT_TRUE(result) << result.error().message;
+    return {result->output_tokens, result->logits_digest};
+  }
+
+  std::unique_ptr<Process> StartConsumer(const std::string& context, CodecPair kv, const std::string& publish_as = "") {
+    std::vector<std::string> argv = {QKV_PROGRAM, "attach",  context,    "--socket", server_->socket_path(), "-m",
+                                     TestModelPath(), "-n", std::to_string(kTokens), "--ignore-eos", "--json",
+                                     "--logits-digest", "--on-miss", "fail", "--kv", ToString(kv), "-c", "4608", "-t", "2"};
+    if (!publish_as.empty()) argv.insert(argv.end(), {"--publish", publish_as});
+    return Process::Start(argv);
+  }
+  static Generated Finish(Process& consumer) {
+    EXPECT_EQ(consumer.Wait(kPatience), 0) << consumer.errors();
+    const Json json = Json::parse(consumer.output(), nullptr, false);
+    EXPECT_FALSE(json.is_discarded()) << consumer.output();
+    if (json.is_discarded()) return {};
+    EXPECT_EQ(json["mode"], "attach");
+    return {json["token_ids"].get<std::vector<Token>>(), json["logits_digest"]};
+  }
+
+  TempDir dir_;
+  std::unique_ptr<BrokerServer> server_;
+  std::unique_ptr<BrokerClient> client_;
+};
+
+std::vector<CodecPair> AllPairs() {
+  std::vector<CodecPair> pairs;
+  for (const Codec& k : Codecs()) {
+    for (const Codec& v : Codecs()) pairs.push_back({k.id, v.id});
+  }
+  return pairs;
+}
+
+bool Full() { return std::getenv("QKV_TEST_FULL") != nullptr; }
+
+class HandoffExactPair : public HandoffExact, public ::testing::WithParamInterface<CodecPair> {};
+
+TEST_P(HandoffExactPair, ShortContexts) {
+  for (const size_t n : {1, 2, 31, 32, 33}) {
+    // One page edge per pair in the gate, all of them in full; the equal pairs see all.
+    if (!Full() && GetParam().k != GetParam().v && n != 33) continue;
+    auto producer = NewAgent(GetParam());
+    const std::string id = Produce(*producer, SourceTokens(17, n), "short");
+    auto consumer = StartConsumer(id, GetParam());
+    EXPECT_EQ(Finish(*consumer), GoOn(*producer)) << ToString(GetParam()) << ", " << n << " tokens";
+  }
+}
+
+TEST_P(HandoffExactPair, LongContexts) {
+  const bool equal = GetParam().k == GetParam().v;
+  const bool common = equal && (GetParam().k == CodecId::kI8 || GetParam().k == CodecId::kI4);
+  for (const size_t n : {1000, 4000}) {
+    if (!Full() && !(n == 1000 ? equal : common)) continue;
+    auto producer = NewAgent(GetParam());
+    const std::string id = Produce(*producer, SourceTokens(5, n), "long");
+    auto consumer = StartConsumer(id, GetParam());
+    EXPECT_EQ(Finish(*consumer), GoOn(*producer)) << ToString(GetParam()) << ", " << n << " tokens";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Codecs, HandoffExactPair, ::testing::ValuesIn(AllPairs()), [](const auto& info) {
+  std::string name = "k_" + std::string(CodecOf(info.param.k).name) + "_v_" + std::string(CodecOf(info.param.v).name);
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+});
+
+TEST_F(HandoffExact, AfterASecondAndAThirdHop) {
+  const CodecPair kv = {CodecId::kI8, CodecId::kI4};
+  auto producer = NewAgent(kv);
+  std::string id = Produce(*producer, SourceTokens(100, 333), "hop0");
+  for (int hop = 1; hop <= 3; ++hop) {
+    // The consumer goes on from what the consumer before it published; the producer does the same all by itself.
+    auto consumer = StartConsumer(id, kv, fmt::format("hop{}", hop));
+    const Generated theirs = Finish(*consumer);
+    EXPECT_EQ(theirs, GoOn(*producer)) << "hop " << hop;
+    const Token last = theirs.tokens.back();
+    ASSERT_TRUE(producer->sequence().Forward({&last, 1}));  // published with the context
+    PublishNow(*producer, "own");
+    id = fmt::format("hop{}", hop);
+  }
+}
+
+TEST_F(HandoffExact, TwoConsumersForkOneParentAtOnce) {
+  const CodecPair kv = {CodecId::kI4, CodecId::kI4};
+  auto producer = NewAgent(kv);
+  const std::string id = Produce(*producer, SourceTokens(900, 200), "parent");
+  auto left = StartConsumer(id, kv);
+  auto right = StartConsumer(id, kv);
+  const Generated left_result = Finish(*left);
+  EXPECT_EQ(left_result, Finish(*right));
+  EXPECT_EQ(left_result, GoOn(*producer));
+}
+
+TEST_F(HandoffExact, TheProducerIsKilledRightAfterPublishing) {
+  const CodecPair kv = {CodecId::kI8, CodecId::kI8};
+  const std::string text = "The mill stood by the river for two hundred years, and nobody in the town could say who had built it.";
+  // It stays after publishing, so that there is something to kill.
+  auto victim = Process::Start({QKV_PROGRAM, "publish", "--name", "victim", "--socket", server_->socket_path(), "-m",
+                                TestModelPath(), "-p", text, "--raw", "--kv", "i8", "-c", "4608", "-t", "2", "--hold"});
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  std::string id;
+  while (id.empty() && std::chrono::steady_clock::now() < deadline) {
+    const auto status = client_->List();
+    ASSERT_TRUE(status) << status.error().message;
+    for (const ContextInfo& context : status->contexts) id = context.id;
+  }
+  ASSERT_FALSE(id.empty()) << victim->errors();
+  ASSERT_EQ(::kill(victim->pid(), SIGKILL), 0);
+  EXPECT_EQ(victim->Wait(kPatience), 128 + SIGKILL);
+
+  auto consumer = StartConsumer(id, kv);
+  auto twin = NewAgent(kv);  // the dead producer's, in this process
+  const auto tokens = twin->vocab().Tokenize(text, true, false);
+  ASSERT_TRUE(tokens);
+  Produce(*twin, *tokens, "twin");
+  EXPECT_EQ(Finish(*consumer), GoOn(*twin));
+}
+
+}  // namespace
+}  // namespace qkv
