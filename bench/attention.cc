@@ -6,8 +6,8 @@
 //
 //   bench/attention --benchmark_repetitions=5 --benchmark_report_aggregates_only=true
 //
-// ms_per_token: all layers. GB/s: bytes of blocks read once. GFLOP/s: 4 * keys * head_dim per query head, whatever the
-// kernel multiplies (the integer kernels may exceed the fp32 peak).
+// per_token: all layers. GB/s: bytes of blocks, each counted once. GFLOP/s: 4 * keys * head_dim per query head,
+// whatever the kernel multiplies (the integer kernels may exceed the fp32 peak). Rates are per CPU time of this thread.
 
 #include <benchmark/benchmark.h>
 
@@ -130,7 +130,7 @@ void BM_Attention(benchmark::State& state, CodecPair codecs, int n_queries, int 
   const double keys = kKeys - (n_queries - 1) / 2.0;  // that the average query sees
   using benchmark::Counter;
   const double tokens = steps * n_queries * n_layers / kGeometry.n_layers;
-  state.counters["ms_per_token"] = Counter(tokens * 1e-3, Counter::kIsRate | Counter::kInvert);
+  state.counters["per_token"] = Counter(tokens, Counter::kIsRate | Counter::kInvert);
   state.counters["GB/s"] = Counter(steps * n_layers * static_cast<double>(context.layout.layer_stride) *
                                        static_cast<double>(context.pages.size()) * 1e-9, Counter::kIsRate);
   state.counters["GFLOP/s"] = Counter(

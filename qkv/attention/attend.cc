@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <numbers>
 
 #include "qkv/attention/attention.h"
@@ -9,8 +10,8 @@
 #include "qkv/codec/blocks.h"
 #include "qkv/codec/half.h"
 
-// Without SSE4 the scalar code runs. SVE's vectors have no fixed size, which register tiles need; such CPUs have NEON.
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+// AVX2, AVX-512 and NEON; older CPUs run the scalar code, and each target costs build time. SVE's vectors have no fixed size, which register tiles need; such CPUs have NEON.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "qkv/attention/attend.cc"
 #include "hwy/foreach_target.h"  // before highway.h
@@ -182,13 +183,13 @@ class ItemRun {
   }
 
   void Scores(const PageBlocks& page, size_t slot, std::span<const PageBlocks> next) {
-    if (few_ && ScoresOfCodes(page, next)) return;
+    if (few_ && ScoresOfCodes(page, next)) return PrefetchScales(Side::kK, next);
     CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel);
     PanelScores(x_.k_panel, Ahead(), slot);
   }
 
   void Values(const PageBlocks* group, size_t n, std::span<const PageBlocks> next) {
-    if (few_ && ValuesOfCodes(group[0], next)) return;
+    if (few_ && ValuesOfCodes(group[0], next)) return PrefetchScales(Side::kV, next);
     for (size_t i = 0; i < n; ++i) {
       CodecOf(group[i].codecs.v)
           .unpack(Side::kV, group[i].v, plan_.shape.head_dim, x_.v_panel + i * kPageTokens * dim_);
@@ -199,20 +200,25 @@ class ItemRun {
 #if HWY_TARGET == HWY_SCALAR
   bool ScoresOfCodes(const PageBlocks&, std::span<const PageBlocks>) { return false; }
   bool ValuesOfCodes(const PageBlocks&, std::span<const PageBlocks>) { return false; }
+  void PrefetchScales(Side, std::span<const PageBlocks>) const {}
 #else
-  // Where the kernels prefetch; and, since they leave them out, prefetches the scales behind the codes there. Without
-  // further pages the block itself, which is in the cache already.
-  Ahead PrefetchAfter(const PageBlocks& page, Side side, std::span<const PageBlocks> next) const {
+  // Where the kernels prefetch; without further pages in the block itself, which is in the cache already.
+  static Ahead AheadOf(const PageBlocks& page, Side side, std::span<const PageBlocks> next) {
     const auto block = [&](size_t i) {
       const PageBlocks& at = i < next.size() ? next[i] : page;
-      const CodecId codec = side == Side::kK ? at.codecs.k : at.codecs.v;
-      const std::byte* start = side == Side::kK ? at.k : at.v;
-      for (size_t offset = ScaleOffset(codec); offset < blocks::BlockBytes(codec, plan_.shape.head_dim); offset += 64) {
-        i == 0 ? __builtin_prefetch(start + offset, 0, 3) : __builtin_prefetch(start + offset, 0, 2);
-      }
-      return reinterpret_cast<uintptr_t>(start);
+      return reinterpret_cast<uintptr_t>(side == Side::kK ? at.k : at.v);
     };
     return {block(0), block(1)};
+  }
+  // The scales behind the codes, which the kernels leave out. To be called after a kernel, when the page's address
+  // translation has arrived: a prefetch that has to wait for it holds up everything.
+  void PrefetchScales(Side side, std::span<const PageBlocks> next) const {
+    if (static_cast<int>(next.size()) < kPagesAhead) return;
+    const PageBlocks& at = next[kPagesAhead - 1];
+    const CodecId codec = side == Side::kK ? at.codecs.k : at.codecs.v;
+    const std::byte* start = side == Side::kK ? at.k : at.v;
+    const size_t end = blocks::BlockBytes(codec, plan_.shape.head_dim);
+    for (size_t i = ScaleOffset(codec); i < end; i += 64) __builtin_prefetch(start + i, 0, 2);
   }
   size_t ScaleOffset(CodecId codec) const {
     switch (codec) {
@@ -284,7 +290,7 @@ class ItemRun {
   bool ScoresOfCodes(const PageBlocks& page, std::span<const PageBlocks> next) {
     const CodecId codec = page.codecs.k;
     const int head_dim = plan_.shape.head_dim;
-    const Ahead ahead = PrefetchAfter(page, Side::kK, next);
+    const Ahead ahead = AheadOf(page, Side::kK, next);
     switch (codec) {
       case CodecId::kF16:
         PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), ahead, 0);
@@ -352,7 +358,7 @@ class ItemRun {
   bool ValuesOfCodes(const PageBlocks& page, std::span<const PageBlocks> next) {
     const CodecId codec = page.codecs.v;
     const int head_dim = plan_.shape.head_dim;
-    const Ahead ahead = PrefetchAfter(page, Side::kV, next);
+    const Ahead ahead = AheadOf(page, Side::kV, next);
     switch (codec) {
       case CodecId::kF16:
         PanelValues(reinterpret_cast<const hwy::float16_t*>(page.v), ahead, kPageTokens);

@@ -50,7 +50,8 @@ struct ScoresOfI4 {
                               const hwy::float16_t* HWY_RESTRICT high_scale, size_t minimum_offset, bool first,
                               float* HWY_RESTRICT scores, std::index_sequence<I...>) {
     const DF d;
-    PairSum low[R * V], high[R * V];
+    PairSum low[] = {((void)I, PairSum())...};
+    PairSum high[] = {((void)I, PairSum())...};
     for (size_t p = 0; p < 8; ++p, q += 4 * R, k += 4 * kPageTokens, ahead = ahead + 4 * kPageTokens) {
       Prefetch<V * kNibbleBytes>(ahead);
       hn::Vec<hn::RebindToUnsigned<DS>> x[2];
@@ -127,7 +128,7 @@ struct ValuesOfI4 {
                               float* HWY_RESTRICT outputs, std::index_sequence<I...>) {
     const DF d;
     const VS minus = hn::Set(DS(), offset);
-    PairSum sum[R * V];
+    PairSum sum[] = {((void)I, PairSum())...};
     for (size_t t = 0; t < kPageTokens; t += 8, v += 4 * dim, ahead = ahead + 4 * dim) {
       Prefetch<V * kNibbleBytes>(ahead);
       hn::Vec<hn::RebindToUnsigned<DS>> x[4];

@@ -61,7 +61,7 @@ struct ScoresOfI8 {
                               size_t dim, const float* HWY_RESTRICT q_scale, const float* HWY_RESTRICT token_scale,
                               float* HWY_RESTRICT scores, std::index_sequence<I...>) {
     const DF d;
-    PairSum sum[R * V];
+    PairSum sum[] = {((void)I, PairSum())...};
     for (size_t c = 0; c < dim; c += 2, q += R, k += 2 * kPageTokens, ahead = ahead + 2 * kPageTokens) {
       Prefetch<V * kPairBytes>(ahead);
       VS codes[4];
@@ -97,7 +97,7 @@ struct ValuesOfI8 {
                               const hwy::float16_t* HWY_RESTRICT channel_scale, float* HWY_RESTRICT outputs,
                               std::index_sequence<I...>) {
     const DF d;
-    PairSum sum[R * V];
+    PairSum sum[] = {((void)I, PairSum())...};
     for (size_t t = 0; t < kPageTokens; t += 2, v += 2 * dim, ahead = ahead + 2 * dim) {
       Prefetch<V * kPairBytes>(ahead);
       VS codes[4];

@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A child process that is spoken to in lines: ours on its stdin, its on its stdout; what it writes to stderr is kept for
-// error messages. Knows nothing of what the lines mean.
+// A child process that is spoken to in lines: ours on its stdin, its on its stdout; what it writes to stderr is kept
+// for error messages. Knows nothing of what the lines mean.
 //
 // Passive: no thread, no call that waits unless it says so. The owner polls the descriptors of AddPollFds, then calls
 // Pump, then takes lines. Only this object reaps its child (its pid stays valid until then); the destructor kills and

@@ -132,7 +132,8 @@ TEST(AgentProtocol, BytesThatAreNotTextAreReplaced) {
 }
 
 TEST(AgentProtocol, RefusesWhatIsNoObject) {
-  for (const char* line : {"", "garbage", "[1]", "\"text\"", "null", "{\"type\":\"text\",\"piece\":\"x\"", "{} {}", "{'a':1}"}) {
+  for (const char* line :
+       {"", "garbage", "[1]", "\"text\"", "null", R"({"type":"text","piece":"x")", "{} {}", "{'a':1}"}) {
     EXPECT_THAT(EventError(line), HasSubstr("expected a JSON object")) << line;
   }
 }
@@ -148,7 +149,8 @@ TEST(AgentProtocol, RefusesMissingAndMistypedFields) {
   EXPECT_THAT(EventError(R"({"type":"text"})"), HasSubstr("text: 'piece' is missing"));
   EXPECT_THAT(EventError(R"({"type":"text","piece":5})"), HasSubstr("text: 'piece' must be text"));
   EXPECT_THAT(EventError(R"({"type":"ready","load_ms":"x","tokenizer":""})"), HasSubstr("'load_ms' must be a number"));
-  EXPECT_THAT(EventError(R"({"type":"error","code":"?","message":"","reason":""})"), HasSubstr("'code' has an unknown value"));
+  EXPECT_THAT(EventError(R"({"type":"error","code":"?","message":"","reason":""})"),
+              HasSubstr("'code' has an unknown value"));
   EXPECT_THAT(EventError(R"({"type":"error","code":"io","message":"","reason":"whim"})"),
               HasSubstr("'reason' has an unknown value"));
 }

@@ -76,7 +76,8 @@ Status Serve(Channel& channel) {
   QKV_ASSIGN_OR_RETURN(const AgentSetup setup, channel.ReadCommand<AgentSetup>());
   const auto start = std::chrono::steady_clock::now();
   QKV_ASSIGN_OR_RETURN(const std::shared_ptr<const Model> model, Model::Load(setup.model));
-  QKV_ASSIGN_OR_RETURN(auto sequence, Sequence::Create(model, {.n_ctx = setup.n_ctx, .n_threads = setup.threads, .kv = setup.kv}));
+  QKV_ASSIGN_OR_RETURN(auto sequence,
+                       Sequence::Create(model, {.n_ctx = setup.n_ctx, .n_threads = setup.threads, .kv = setup.kv}));
   std::unique_ptr<BrokerClient> broker;
   if (!setup.socket.empty()) {
     QKV_ASSIGN_OR_RETURN(broker, BrokerClient::Connect(setup.socket));

@@ -79,7 +79,8 @@ std::string Suggestion(std::string_view word, const Names& known) {
   return best.empty() ? "" : fmt::format(", did you mean '{}'?", best);
 }
 
-// Offset of the first byte that is not part of UTF-8 text (or is a NUL), or npos. Refuses overlong forms and surrogates.
+// Offset of the first byte that is not part of UTF-8 text (or is a NUL), or npos. Refuses overlong forms and
+// surrogates.
 size_t FindNonText(std::string_view text) {
   for (size_t i = 0; i < text.size();) {
     const auto lead = static_cast<unsigned char>(text[i]);
@@ -170,7 +171,9 @@ class Counter : public YAML::EventHandler {
   void OnDocumentEnd() override {}
   void OnNull(const YAML::Mark& mark, YAML::anchor_t) override { Count(mark); }
   void OnAlias(const YAML::Mark& mark, YAML::anchor_t) override { Count(mark); }
-  void OnScalar(const YAML::Mark& mark, const std::string&, YAML::anchor_t, const std::string&) override { Count(mark); }
+  void OnScalar(const YAML::Mark& mark, const std::string&, YAML::anchor_t, const std::string&) override {
+    Count(mark);
+  }
   void OnSequenceStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t, YAML::EmitterStyle::value) override {
     Count(mark);
   }
@@ -286,7 +289,8 @@ class Parser {
                 entry.value.IsMap() ? " (text that starts with '{{' must be in quotes or a '|' block)" : "");
     }
     const std::string& text = entry.value.Scalar();
-    if (FindNonText(text) != std::string::npos) return At(entry.mark(), "{}: not UTF-8 text", entry.key);  // "\0", "\xff"
+    // Escapes such as "\0" make bytes that the file itself may not hold.
+    if (FindNonText(text) != std::string::npos) return At(entry.mark(), "{}: not UTF-8 text", entry.key);
     QKV_RETURN_IF_ERROR(Account(entry, text.size()));
     return text;
   }
@@ -328,7 +332,8 @@ class Parser {
 
   Status Top(const YAML::Node& node) {
     static constexpr std::string_view kKeys[] = {"name", "model", "n_ctx", "threads", "kv", "inputs", "agents"};
-    QKV_ASSIGN_OR_RETURN(const auto entries, Map(node, node.Mark().is_null() ? YAML::Mark() : node.Mark(), "flow", kKeys));
+    const YAML::Mark mark = node.Mark().is_null() ? YAML::Mark() : node.Mark();
+    QKV_ASSIGN_OR_RETURN(const auto entries, Map(node, mark, "flow", kKeys));
     const Entry* agents = nullptr;
     for (const Entry& entry : entries) {
       if (entry.key == "name") {
@@ -347,7 +352,7 @@ class Parser {
         agents = &entry;
       }
     }
-    if (agents == nullptr) return At(node.Mark(), "key 'agents' is missing");
+    if (agents == nullptr) return At(mark, "key 'agents' is missing");
     return Agents(*agents);
   }
 
@@ -417,7 +422,9 @@ class Parser {
         QKV_ASSIGN_OR_RETURN(agent.name, Text(entry));
         marks.name = entry.mark();
         if (!IsName(agent.name)) return At(marks.name, "agent name {}: expected {}", Quoted(agent.name), kNameRule);
-        if (agent.name == "input") return At(marks.name, "no agent can be called 'input': {{{{input.…}}}} means an input");
+        if (agent.name == "input") {
+          return At(marks.name, "no agent can be called 'input': {{{{input.…}}}} means an input");
+        }
       } else if (entry.key == "model") {
         QKV_ASSIGN_OR_RETURN(agent.model, Path(entry));
       } else if (entry.key == "system") {
@@ -480,7 +487,9 @@ class Parser {
   Status CheckNames(size_t index) const {
     const FlowAgent& agent = flow_.agents[index];
     const auto names = AgentNames();
-    const auto known = [&](std::string_view name) { return std::find(names.begin(), names.end(), name) != names.end(); };
+    const auto known = [&](std::string_view name) {
+      return std::find(names.begin(), names.end(), name) != names.end();
+    };
     if (!agent.inherits.empty() && !known(agent.inherits)) {
       return At(marks_[index].inherits, "agent '{}' inherits from {}, but there is no such agent{}", agent.name,
                 Quoted(agent.inherits), Suggestion(agent.inherits, names));

@@ -2,11 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A flow as the user writes it (docs/FLOWS.md): YAML in, a checked value out. What comes out is complete: every name that
-// is used exists, no agent waits for itself, every text is UTF-8 and every number is in range.
+// A flow as the user writes it (docs/FLOWS.md): YAML in, a checked value out. What comes out is complete: every name
+// that is used exists, no agent waits for itself, every text is UTF-8 and every number is in range.
 //
-// Pure, apart from reading the files that a flow names. Any thread; no exception leaves. Every error is one line that
-// starts with "<path>:<line>:<column>: " and suggests the nearest known word where one is likely.
+// Pure, apart from reading the files that a flow names. Any thread; no exception leaves. Every error is one line; what
+// is wrong inside the flow starts with "<path>:<line>:<column>: " and suggests the nearest known word if one is likely.
 
 #include <cstddef>
 #include <map>
@@ -21,9 +21,9 @@
 
 namespace qkv {
 
-inline constexpr size_t kMaxFlowFileBytes = size_t{16} << 20;   // the YAML, and each input file
-inline constexpr size_t kMaxFlowTextBytes = size_t{64} << 20;   // all texts of a flow together, and one filled-in prompt
-inline constexpr size_t kMaxFlowAgents = 64;                    // each is a process with a model in it
+inline constexpr size_t kMaxFlowFileBytes = size_t{16} << 20;  // the YAML, and each input file
+inline constexpr size_t kMaxFlowTextBytes = size_t{64} << 20;  // all texts of a flow together; one filled-in prompt
+inline constexpr size_t kMaxFlowAgents = 64;                   // each is a process with a model in it
 inline constexpr size_t kMaxFlowInputs = 256;
 
 struct FlowAgent {
@@ -57,8 +57,9 @@ struct Flow {
 Result<Flow> ParseFlow(std::string_view yaml, const std::string& path);
 Result<Flow> ParseFlowFile(const std::string& path);
 
-// `text` with every reference replaced; the replacements themselves are not searched for references. `outputs` holds what
-// the agents said so far. Errors: kInvalidArgument (unknown or malformed reference, or more than kMaxFlowTextBytes).
+// `text` with every reference replaced; the replacements themselves are not searched for references. `outputs` holds
+// what the agents said so far. Errors: kInvalidArgument (unknown or malformed reference, or more than
+// kMaxFlowTextBytes).
 Result<std::string> FillIn(std::string_view text, const std::map<std::string, std::string>& inputs,
                            const std::map<std::string, std::string>& outputs);
 

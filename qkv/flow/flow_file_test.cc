@@ -155,7 +155,8 @@ TEST(FlowFileErrors, InheritsFromNobodyKnownSuggestsTheNearest) {
 }
 
 TEST(FlowFileErrors, CycleIsNamedInFull) {
-  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    inherits: b\n  - name: b\n    inherits: c\n  - name: c\n    inherits: a\n")),
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    inherits: b\n"
+                           "  - name: b\n    inherits: c\n  - name: c\n    inherits: a\n")),
             "f.yaml:3:15: agent 'a' inherits from 'b', which is not before it (a → b → c → a)");
   EXPECT_EQ(ErrorOf(Agents("  - name: a\n    inherits: a\n")),
             "f.yaml:3:15: agent 'a' inherits from 'a', which is not before it (a → a)");
@@ -208,7 +209,8 @@ TEST(FlowFileErrors, WrongTypes) {
             "f.yaml:4:17: max_tokens: expected a whole number from 1 to 1048576, found '1.5'");
   EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    temperature: nan\n")),
             "f.yaml:4:18: temperature: expected a number from 0 to 100, found 'nan'");
-  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    ? [x]\n    : y\n")), "f.yaml:4:7: agent: a key must be text");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    ? [x]\n    : y\n")),
+            "f.yaml:4:7: agent: a key must be text");
 }
 
 TEST(FlowFileErrors, NumbersOutOfRange) {
@@ -218,7 +220,8 @@ TEST(FlowFileErrors, NumbersOutOfRange) {
             "f.yaml:4:17: max_tokens: expected a whole number from 1 to 1048576, found '99999999999999999999'");
   EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    seed: -1\n")),
             "f.yaml:4:11: seed: expected a whole number from 0 to 4294967295, found '-1'");
-  EXPECT_EQ(ErrorOf("n_ctx: 7\nagents: []\n"), "f.yaml:1:8: n_ctx: expected a whole number from 32 to 1048576, found '7'");
+  EXPECT_EQ(ErrorOf("n_ctx: 7\nagents: []\n"),
+            "f.yaml:1:8: n_ctx: expected a whole number from 32 to 1048576, found '7'");
 }
 
 TEST(FlowFileErrors, BadCodecSaysWhichThereAre) {
@@ -233,14 +236,16 @@ TEST(FlowFileErrors, OnMissSuggests) {
 }
 
 TEST(FlowFileErrors, NamesAreChecked) {
-  EXPECT_THAT(ErrorOf(Agents("  - name: a b\n    prompt: x\n")), StartsWith("f.yaml:2:11: agent name 'a b': expected "));
+  EXPECT_THAT(ErrorOf(Agents("  - name: a b\n    prompt: x\n")),
+              StartsWith("f.yaml:2:11: agent name 'a b': expected "));
   EXPECT_THAT(ErrorOf(Agents("  - name: input\n    prompt: x\n")), StartsWith("f.yaml:2:11: no agent can be called"));
   EXPECT_THAT(ErrorOf(Agents("  - prompt: x\n")), Eq("f.yaml:2:5: agent: key 'name' is missing"));
   EXPECT_THAT(ErrorOf("inputs: {a.b: x}\nagents: []\n"), StartsWith("f.yaml:1:10: input name 'a.b': expected "));
 }
 
 TEST(FlowFileErrors, AgentWithNothingToRead) {
-  EXPECT_EQ(ErrorOf(Agents("  - name: a\n")), "f.yaml:2:5: agent 'a': it has nothing to read: 'prompt' is missing or empty");
+  EXPECT_EQ(ErrorOf(Agents("  - name: a\n")),
+            "f.yaml:2:5: agent 'a': it has nothing to read: 'prompt' is missing or empty");
 }
 
 TEST(FlowFileErrors, SystemMessageBehindAnInheritedContext) {
@@ -321,7 +326,8 @@ TEST(FlowFile, SurvivesArbitraryBytes) {
 }
 
 TEST(FlowFile, SurvivesArbitraryYamlLikeText) {
-  const auto yaml = rc::gen::container<std::string>(rc::gen::elementOf(std::string("{}[]:&*!|>-?#%@,'\"\n\t  agentsmpu0")));
+  const std::string alphabet = "{}[]:&*!|>-?#%@,'\"\n\t  agentsmpu0";
+  const auto yaml = rc::gen::container<std::string>(rc::gen::elementOf(alphabet));
   EXPECT_TRUE(rc::check("ParseFlow returns", [&] { (void)ParseFlow("agents:\n- " + *yaml, "f.yaml"); }));
 }
 
@@ -341,7 +347,8 @@ TEST(FlowFile, SurvivesEveryDamagedByteOfAGoodFlow) {
 
 TEST_F(FlowFileTest, InputsComeFromFilesBesideTheFlow) {
   Write("source.txt", "a long text\n");
-  const std::string path = Write("f.yaml", "inputs: {source: {file: source.txt}}\nagents: [{name: a, prompt: '{{input.source}}'}]\n");
+  const std::string path =
+      Write("f.yaml", "inputs: {source: {file: source.txt}}\nagents: [{name: a, prompt: '{{input.source}}'}]\n");
   auto flow = ParseFlowFile(path);
   ASSERT_TRUE(flow) << flow.error().message;
   EXPECT_EQ(flow->inputs.at("source"), "a long text\n");
@@ -349,14 +356,16 @@ TEST_F(FlowFileTest, InputsComeFromFilesBesideTheFlow) {
 
 TEST_F(FlowFileTest, UnreadableInputsSayWhereTheyAreNamed) {
   const auto error_of = [&](const std::string& file) {
-    const std::string path = Write("f.yaml", "inputs:\n  source:\n    file: " + file + "\nagents: [{name: a, prompt: b}]\n");
+    const std::string path =
+        Write("f.yaml", "inputs:\n  source:\n    file: " + file + "\nagents: [{name: a, prompt: b}]\n");
     auto flow = ParseFlowFile(path);
     EXPECT_FALSE(flow);
     return flow ? Error{} : flow.error();
   };
   const Error missing = error_of("nowhere.txt");
   EXPECT_EQ(missing.code, Code::kNotFound);
-  EXPECT_THAT(missing.message, AllOf(HasSubstr("f.yaml:3:11: input 'source': cannot read "), HasSubstr("No such file")));
+  EXPECT_THAT(missing.message,
+              AllOf(HasSubstr("f.yaml:3:11: input 'source': cannot read "), HasSubstr("No such file")));
 
   ASSERT_EQ(::mkfifo((directory_ / "fifo").c_str(), 0600), 0);
   EXPECT_THAT(error_of("fifo").message, EndsWith("fifo: not a regular file")) << "and it did not wait for a writer";
@@ -379,7 +388,8 @@ TEST_F(FlowFileTest, MissingFlowFileIsNotFound) {
 
 TEST_F(FlowFileTest, LargestFileIsReadInReasonableTime) {
   std::string yaml = "agents: [{name: a, prompt: b}]\ninputs:\n  big: |\n";
-  while (yaml.size() + 80 < kMaxFlowFileBytes) yaml += "    sixty-four characters of text make a line, more or less, here\n";
+  const std::string line = "    sixty-four characters of text make a line, more or less, here\n";
+  while (yaml.size() + line.size() < kMaxFlowFileBytes) yaml += line;
   const auto start = std::chrono::steady_clock::now();
   auto flow = ParseFlowFile(Write("f.yaml", yaml));
   EXPECT_TRUE(flow) << flow.error().message;

@@ -3,8 +3,8 @@
 #pragma once
 
 // Which agents of a flow may start, which can't any more, and which published contexts nobody will read again. Knows
-// nothing of processes, clocks or files: the runner reports what happened and asks what is next. The same reports always
-// give the same answers, in the order of the agents.
+// nothing of processes, clocks or files: the runner reports what happened and asks what is next. The same reports
+// always give the same answers, in the order of the agents.
 //
 // A value; one thread at a time.
 
@@ -20,7 +20,8 @@ struct PlanNode {
   int inherits = -1;       // whose context it goes on from; -1: nobody's
 };
 
-// The names of a cycle, the first one repeated at the end ("a", "b", "a"); empty if there is none. Indexes must be valid.
+// The names of a cycle, the first one repeated at the end ("a", "b", "a"); empty if there is none. Indexes must be
+// valid.
 std::vector<int> FindCycle(const std::vector<PlanNode>& nodes);
 
 class Plan {

@@ -116,8 +116,9 @@ std::string FormatTable(const FlowReport& report) {
     Table agreement({false, false, true, true});
     agreement.Add({"same output as text", "agent", "tokens", "share"});
     for (const Agreement& one : report.agreement) {
-      agreement.Add({fmt::format("handoff ({})", one.kv), one.agent, fmt::format("{} of {}", one.tokens_equal, one.tokens),
-                     fmt::format("{:.0f} %", 100 * one.ratio())});
+      const std::string tokens = fmt::format("{} of {}", one.tokens_equal, one.tokens);
+      const std::string share = fmt::format("{:.0f} %", 100 * one.ratio());
+      agreement.Add({fmt::format("handoff ({})", one.kv), one.agent, tokens, share});
     }
     text += '\n';
     text += agreement.Format();

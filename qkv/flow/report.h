@@ -43,11 +43,12 @@ struct ModeResult {
   FlowMode mode = FlowMode::kHandoff;
   std::string kv;  // codec pair of the pages; an agent's own `kv` may differ
 
-  double end_to_end_ms = 0;        // from the first turn's start, when every model was loaded, to the last one's end
-  double with_start_up_ms = 0;     // the same, plus starting the processes and loading the models
-  uint64_t peak_pss_bytes = 0;     // of the runner and all agents together, sampled; 0: the system doesn't tell
-  uint64_t kv_bytes = 0;           // at the end, every page counted once: handoff, what each agent wrote; text, what each holds
-  double tasks_per_minute = 0;     // one task: the whole flow; 0 unless every agent finished
+  double end_to_end_ms = 0;     // from the first turn's start, when every model was loaded, to the last one's end
+  double with_start_up_ms = 0;  // the same, plus starting the processes and loading the models
+  uint64_t peak_pss_bytes = 0;  // of the runner and all agents together, sampled; 0: the system doesn't tell
+  uint64_t kv_bytes = 0;        // at the end. Handoff: the sum of what each wrote (every page has one writer); text: of
+                                // what each holds
+  double tasks_per_minute = 0;  // one task: the whole flow; 0 unless every agent finished
 
   std::vector<HopResult> hops;  // the agents that finished, in the order of the flow
   std::map<std::string, std::string> outputs;

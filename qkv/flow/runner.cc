@@ -329,7 +329,9 @@ class Run {
     if (std::string words = process.last_stderr(); !words.empty()) {
       // A few lines are enough, and an error is one line.
       size_t start = words.size();
-      for (int lines = 0; lines < 3 && start != std::string::npos && start > 0; ++lines) start = words.rfind('\n', start - 1);
+      for (int lines = 0; lines < 3 && start != std::string::npos && start > 0; ++lines) {
+        start = words.rfind('\n', start - 1);
+      }
       if (start != std::string::npos && start > 0) words.erase(0, start + 1);
       std::replace(words.begin(), words.end(), '\n', '|');
       message += "; it said: " + words;

@@ -60,8 +60,8 @@ std::vector<CodecPair> HandoffCodecs(const Flow& flow);
 // without a model), the broker's and the system's when starting.
 Result<ModeResult> RunFlow(const Flow& flow, const RunOptions& options);
 
-// Text mode, then handing over with each of HandoffCodecs(flow) (`options.mode` and `options.kv` are not looked at), one
-// after the other. `on_mode` is told which one begins. Ends early when stopped.
+// Text mode, then handing over with each of HandoffCodecs(flow) (`options.mode` and `options.kv` are not looked at),
+// one after the other. `on_mode` is told which one begins. Ends early when stopped.
 Result<FlowReport> CompareModes(const Flow& flow, const RunOptions& options,
                                 const std::function<void(FlowMode, CodecPair)>& on_mode = {});
 
