@@ -10,7 +10,8 @@
 #include "qkv/codec/blocks.h"
 #include "qkv/codec/half.h"
 
-// AVX2, AVX-512 and NEON; older CPUs run the scalar code, and each target costs build time. SVE's vectors have no fixed size, which register tiles need; such CPUs have NEON.
+// AVX2, AVX-512 and NEON; older CPUs run the scalar code, as every further target costs build time. SVE's vectors have no
+// fixed size, which register tiles need; such CPUs have NEON.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "qkv/attention/attend.cc"
