@@ -130,8 +130,8 @@ TEST_P(HandoffExactPair, ShortContexts) {
     if (!Full() && GetParam().k != GetParam().v && n != 33) continue;
     auto producer = NewAgent(GetParam());
     const std::string id = Produce(*producer, SourceTokens(17, n), "short");
-    auto consumer = StartConsumer(id, GetParam());
-    EXPECT_EQ(Finish(*consumer), GoOn(*producer)) << ToString(GetParam()) << ", " << n << " tokens";
+    const Generated theirs = Finish(*StartConsumer(id, GetParam()));  // one after the other: both use all cores
+    EXPECT_EQ(theirs, GoOn(*producer)) << ToString(GetParam()) << ", " << n << " tokens";
   }
 }
 
@@ -142,8 +142,8 @@ TEST_P(HandoffExactPair, LongContexts) {
     if (!Full() && !(n == 1000 ? equal : common)) continue;
     auto producer = NewAgent(GetParam());
     const std::string id = Produce(*producer, SourceTokens(5, n), "long");
-    auto consumer = StartConsumer(id, GetParam());
-    EXPECT_EQ(Finish(*consumer), GoOn(*producer)) << ToString(GetParam()) << ", " << n << " tokens";
+    const Generated theirs = Finish(*StartConsumer(id, GetParam()));  // one after the other: both use all cores
+    EXPECT_EQ(theirs, GoOn(*producer)) << ToString(GetParam()) << ", " << n << " tokens";
   }
 }
 
@@ -197,12 +197,12 @@ TEST_F(HandoffExact, TheProducerIsKilledRightAfterPublishing) {
   ASSERT_EQ(::kill(victim->pid(), SIGKILL), 0);
   EXPECT_EQ(victim->Wait(kPatience), 128 + SIGKILL);
 
-  auto consumer = StartConsumer(id, kv);
+  const Generated theirs = Finish(*StartConsumer(id, kv));
   auto twin = NewAgent(kv);  // the dead producer's, in this process
   const auto tokens = twin->vocab().Tokenize(text, true, false);
   ASSERT_TRUE(tokens);
   Produce(*twin, *tokens, "twin");
-  EXPECT_EQ(Finish(*consumer), GoOn(*twin));
+  EXPECT_EQ(theirs, GoOn(*twin));
 }
 
 }  // namespace
