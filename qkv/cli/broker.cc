@@ -2,8 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "qkv/broker/server.h"
 
+#include <sys/stat.h>
+
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 
 #include "qkv/cli/commands.h"
@@ -34,6 +37,11 @@ int Run(const Options& options) {
     fmt::print("{}\n", line);
     std::fflush(stdout);
   };
+  const std::string parent = std::filesystem::path(server_options.socket_path).parent_path().string();
+  struct stat info {};
+  if (!parent.empty() && ::stat(parent.c_str(), &info) == 0 && !S_ISDIR(info.st_mode)) {
+    return Fail({Code::kInvalidArgument, fmt::format("broker: '{}' is not a directory that could hold a socket", parent), {}});
+  }
   auto server = BrokerServer::Start(server_options);
   if (!server) return Fail(server.error());
   fmt::print(stderr, "qkvshare: broker listens on {} (Ctrl-C ends it)\n", (*server)->socket_path());

@@ -3,6 +3,8 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <string>
+#include <vector>
 
 #include "qkv/cli/commands.h"
 
@@ -33,7 +35,11 @@ int main(int argc, char** argv) {
   } catch (const CLI::Success& done) {  // --help, --version
     return app.exit(done);
   } catch (const CLI::ParseError& error) {
-    std::fprintf(stderr, "qkvshare: %s\nTry 'qkvshare --help', or 'qkvshare COMMAND --help'.\n", error.what());
+    // CLI11 says that a command is missing even if there is one that it doesn't know.
+    const std::vector<std::string> unknown = app.remaining(/*recurse=*/true);
+    const bool missing = dynamic_cast<const CLI::RequiredError*>(&error) != nullptr && !unknown.empty();
+    const std::string what = missing ? "no such command or option: " + unknown.front() : error.what();
+    std::fprintf(stderr, "qkvshare: %s\nTry 'qkvshare --help', or 'qkvshare COMMAND --help'.\n", what.c_str());
     return 2;
   } catch (const std::bad_alloc&) {
     std::fprintf(stderr, "qkvshare: out of memory\n");

@@ -1,14 +1,19 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
+#include <system_error>
 
 #include "qkv/cli/commands.h"
 #include "qkv/cli/options.h"
+#include "qkv/cli/progress.h"
 #include "qkv/flow/agent_worker.h"
 #include "qkv/flow/flow_file.h"
 #include "qkv/flow/runner.h"
@@ -47,6 +52,7 @@ class Screen {
     switch (event.kind) {
       case FlowEvent::Kind::kReady: break;
       case FlowEvent::Kind::kStarted: Say("{} starts", event.agent); break;
+      case FlowEvent::Kind::kProgress: reading_.Update(static_cast<size_t>(event.done), static_cast<size_t>(event.total)); break;
       case FlowEvent::Kind::kText:
         if (speaker_ != event.agent) {
           EndLine();
@@ -86,9 +92,27 @@ class Screen {
   }
 
   const bool quiet_;
+  Progress reading_{"reading"};
   std::string speaker_;
   bool at_line_start_ = true;
 };
+
+// What would make WriteFile fail, as far as it can be known before the run that the file is to report on.
+Status CheckTarget(const std::string& path) {
+  struct stat info {};
+  if (::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
+    return Err(Code::kInvalidArgument, "--json: '{}' is not a regular file", path);
+  }
+  const std::string parent = std::filesystem::path(path).parent_path().string();
+  if (::access(parent.empty() ? "." : parent.c_str(), W_OK | X_OK) != 0 ||
+      (::access(path.c_str(), F_OK) == 0 && ::access(path.c_str(), W_OK) != 0)) {
+    return Err(Code::kInvalidArgument, "--json: cannot write '{}': {}", path, std::generic_category().message(errno));
+  }
+  if (::stat((parent.empty() ? "." : parent).c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
+    return Err(Code::kInvalidArgument, "--json: cannot write '{}': '{}' is not a directory", path, parent);
+  }
+  return {};
+}
 
 // Beside the target first, so that a failure leaves no partial file.
 Status WriteFile(const std::string& path, const std::string& text) {
@@ -113,10 +137,7 @@ Result<int> Run(const Options& options) {
   }
   if (options.n_ctx > 0) flow.n_ctx = options.n_ctx;
   if (options.n_threads > 0) flow.threads = options.n_threads;
-  if (!options.json_file.empty() && ::access(options.json_file.c_str(), F_OK) == 0 &&
-      ::access(options.json_file.c_str(), W_OK) != 0) {
-    return ErrnoError(fmt::format("'{}'", options.json_file));  // now rather than after the run
-  }
+  if (!options.json_file.empty()) QKV_RETURN_IF_ERROR(CheckTarget(options.json_file));
 
   Screen screen(options.quiet);
   RunOptions run;

@@ -44,7 +44,11 @@ int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const Tu
     return std::fflush(stdout) == 0;  // a closed pipe ends the turn
   };
   const auto result = agent.Run(request, turn.json ? std::function<bool(std::string_view)>{} : print);
-  if (!result) return Fail(result.error());
+  if (!result) {
+    Error error = result.error();
+    if (!request.inherits.empty() && error.reason != Reason::kNone) error.message += fmt::format(" ({})", ReasonName(error.reason));
+    return Fail(error);
+  }
   if (turn.json) {
     fmt::print("{}\n", TurnToJson(*result));
   } else if (!result->text.empty()) {

@@ -237,6 +237,9 @@ std::string ToLine(const AgentEvent& event) {
           [](const AgentReady& ready) {
             return Json{{"type", "ready"}, {"load_ms", ready.load_ms}, {"tokenizer", ready.tokenizer}};
           },
+          [](const AgentProgress& progress) {
+            return Json{{"type", "progress"}, {"done", progress.done}, {"total", progress.total}};
+          },
           [](const AgentText& text) {
             return Json{{"type", "text"}, {"piece", text.piece}};
           },
@@ -303,6 +306,11 @@ Result<AgentEvent> ParseAgentEvent(std::string_view line) {
     fields.Milliseconds("load_ms", ready.load_ms);
     fields.Read("tokenizer", ready.tokenizer);
     event = std::move(ready);
+  } else if (type == "progress") {
+    AgentProgress progress;
+    fields.Read("done", progress.done, 0, kMaxCount);
+    fields.Read("total", progress.total, 0, kMaxCount);
+    event = progress;
   } else if (type == "text") {
     AgentText text;
     fields.Read("piece", text.piece);

@@ -53,6 +53,10 @@ struct AgentReady {
   double load_ms = 0;
   std::string tokenizer;  // digest; token ids mean the same to agents with the same one
 };
+struct AgentProgress {  // of reading a prompt that takes more than one batch
+  int64_t done = 0;
+  int64_t total = 0;
+};
 struct AgentText {
   std::string piece;
 };
@@ -63,7 +67,7 @@ struct AgentFailed {
   Error error;
 };
 
-using AgentEvent = std::variant<AgentReady, AgentText, AgentDone, AgentFailed>;
+using AgentEvent = std::variant<AgentReady, AgentProgress, AgentText, AgentDone, AgentFailed>;
 
 // One line, its newline included. Bytes that are not UTF-8 are replaced by U+FFFD.
 std::string ToLine(const AgentCommand& command);

@@ -108,6 +108,7 @@ TEST(AgentProtocol, SmallEventsArriveWhole) {
   const AgentReady ready = There(AgentReady{.load_ms = 31.5, .tokenizer = "d1"}, ParseAgentEvent);
   EXPECT_EQ(ready.load_ms, 31.5);
   EXPECT_EQ(ready.tokenizer, "d1");
+  EXPECT_EQ(There(AgentProgress{512, 4000}, ParseAgentEvent).total, 4000);
   EXPECT_EQ(There(AgentText{"a\n\"b\""}, ParseAgentEvent).piece, "a\n\"b\"");
 }
 

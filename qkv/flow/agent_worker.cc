@@ -76,8 +76,11 @@ Status Serve(Channel& channel) {
   QKV_ASSIGN_OR_RETURN(const AgentSetup setup, channel.ReadCommand<AgentSetup>());
   const auto start = std::chrono::steady_clock::now();
   QKV_ASSIGN_OR_RETURN(const std::shared_ptr<const Model> model, Model::Load(setup.model));
-  QKV_ASSIGN_OR_RETURN(auto sequence,
-                       Sequence::Create(model, {.n_ctx = setup.n_ctx, .n_threads = setup.threads, .kv = setup.kv}));
+  SequenceOptions options = {.n_ctx = setup.n_ctx, .n_threads = setup.threads, .kv = setup.kv};
+  options.on_progress = [&channel](size_t done, size_t total) {
+    channel.Send(AgentProgress{static_cast<int64_t>(done), static_cast<int64_t>(total)});
+  };
+  QKV_ASSIGN_OR_RETURN(auto sequence, Sequence::Create(model, options));
   std::unique_ptr<BrokerClient> broker;
   if (!setup.socket.empty()) {
     QKV_ASSIGN_OR_RETURN(broker, BrokerClient::Connect(setup.socket));

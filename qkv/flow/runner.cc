@@ -305,6 +305,10 @@ class Run {
       worker.ready = std::move(*ready);
       worker.loading = false;
       Tell(FlowEvent::Kind::kReady, i);
+    } else if (auto* progress = std::get_if<AgentProgress>(&*event); progress != nullptr && running) {
+      if (options_.on_event) {
+        options_.on_event({.kind = FlowEvent::Kind::kProgress, .agent = agent(i).name, .done = progress->done, .total = progress->total});
+      }
     } else if (auto* text = std::get_if<AgentText>(&*event); text != nullptr && running) {
       Tell(FlowEvent::Kind::kText, i, text->piece);
     } else if (auto* done = std::get_if<AgentDone>(&*event); done != nullptr && running) {

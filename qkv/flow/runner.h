@@ -27,6 +27,7 @@ struct FlowEvent {
   enum class Kind : uint8_t {
     kReady,     // its model is loaded
     kStarted,   // its turn began
+    kProgress,  // it has read `done` of `total` tokens
     kText,      // `text` was generated
     kFinished,  // `result`
     kFailed,    // `error`
@@ -38,6 +39,8 @@ struct FlowEvent {
   std::string_view text;
   const TurnResult* result = nullptr;
   const Error* error = nullptr;
+  int64_t done = 0;
+  int64_t total = 0;
 };
 
 struct RunOptions {

@@ -127,7 +127,8 @@ class RunnerTest : public ::testing::Test {
     return std::get<Command>(*command);
   }
   void OnEvent(const FlowEvent& event) {
-    static constexpr const char* kNames[] = {"ready", "started", "text", "finished", "failed", "skipped", "released"};
+    static constexpr const char* kNames[] = {"ready",    "started", "progress", "text",
+                                             "finished", "failed",  "skipped",  "released"};
     std::string line = std::string(kNames[static_cast<int>(event.kind)]) + " " + std::string(event.agent);
     if (event.kind == FlowEvent::Kind::kText) line += ": " + std::string(event.text);
     events_.push_back(line);

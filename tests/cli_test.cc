@@ -1,0 +1,371 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The program from the outside: what it says to bad input, what it promises to scripts. Every case runs the real program
+// in an empty directory and looks at its exit status, at both outputs, and at what it left in the directory.
+
+#include <gguf.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <thread>
+
+#include "qkv/broker/client.h"
+#include "qkv/engine/test_support.h"
+#include "tests/process.h"
+
+namespace qkv {
+namespace {
+
+using ::qkv::testing::Process;
+using ::qkv::testing::TempDir;
+using ::qkv::testing::TestModelPath;
+using ::testing::AllOf;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::StartsWith;
+using Json = nlohmann::json;
+using Args = std::vector<std::string>;
+
+constexpr auto kPatience = std::chrono::seconds(20);
+
+struct Ran {
+  int status = -1;
+  std::string output;
+  std::string errors;
+};
+
+class Cli : public ::testing::Test {
+ protected:
+  // `script` sees the program and its arguments as "$@".
+  std::unique_ptr<Process> Start(const Args& args, const std::string& script = R"(exec "$@")") const {
+    Args argv = {"/bin/sh", "-c", R"(cd "$1" && shift && )" + script, "sh", dir_.path(), QKV_PROGRAM};
+    argv.insert(argv.end(), args.begin(), args.end());
+    return Process::Start(argv);
+  }
+  Ran Run(const Args& args, const std::string& script = R"(exec "$@")") const {
+    const auto process = Start(args, script);
+    Ran ran;
+    ran.status = process->Wait(kPatience);
+    ran.output = process->output();
+    ran.errors = process->errors();
+    return ran;
+  }
+
+  std::set<std::string> Files() const {
+    std::set<std::string> files;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(dir_.path())) {
+      files.insert(std::filesystem::relative(entry.path(), dir_.path()).string());
+    }
+    return files;
+  }
+  void Write(const std::string& name, std::string_view text) const {
+    std::ofstream(Path(name), std::ios::binary).write(text.data(), static_cast<std::streamsize>(text.size()));
+  }
+  std::string Path(const std::string& name) const { return dir_.path() + "/" + name; }
+
+  // Exit code 2, one line that says what was found, nothing on stdout, no file more than before.
+  void ExpectRefused(const Args& args, const std::vector<std::string>& found) const {
+    SCOPED_TRACE(::testing::PrintToString(args).substr(0, 300));
+    const std::set<std::string> before = Files();
+    const Ran ran = Run(args);
+    EXPECT_EQ(ran.status, 2);
+    EXPECT_EQ(ran.output, "");
+    EXPECT_THAT(ran.errors, AllOf(StartsWith("qkvshare: "), EndsWith("\n")));
+    EXPECT_EQ(std::count(ran.errors.begin(), ran.errors.end(), '\n'), 1) << ran.errors;
+    for (const std::string& text : found) EXPECT_THAT(ran.errors, HasSubstr(text));
+    EXPECT_EQ(Files(), before);
+  }
+  // The same for usage errors, which may end with a line that says where help is.
+  void ExpectUsageError(const Args& args, const std::string& found) const {
+    SCOPED_TRACE(::testing::PrintToString(args));
+    const Ran ran = Run(args);
+    EXPECT_EQ(ran.status, 2);
+    EXPECT_EQ(ran.output, "");
+    const size_t first = ran.errors.find('\n');
+    ASSERT_NE(first, std::string::npos) << ran.errors;
+    EXPECT_THAT(ran.errors.substr(0, first), AllOf(StartsWith("qkvshare: "), HasSubstr(found)));
+    const std::string rest = ran.errors.substr(first + 1);
+    EXPECT_TRUE(rest.empty() || (rest.starts_with("Try ") && rest.find('\n') == rest.size() - 1)) << ran.errors;
+    EXPECT_THAT(Files(), IsEmpty());
+  }
+  void ExpectFlowRefused(const std::string& yaml, const std::vector<std::string>& found) const {
+    Write("flow.yaml", yaml);
+    ExpectRefused({"run", "flow.yaml", "-m", TestModelPath()}, found);
+  }
+
+  TempDir dir_;
+};
+
+// With a broker in a process of its own.
+class CliWithBroker : public Cli {
+ protected:
+  void SetUp() override {
+    broker_ = Start({"broker", "--socket", "broker.sock"});
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    while (!BrokerClient::Connect(Path("broker.sock"))) {
+      ASSERT_LT(std::chrono::steady_clock::now(), end) << "no broker came up";
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+  }
+  void TearDown() override {
+    ASSERT_EQ(::kill(broker_->pid(), SIGTERM), 0);
+    EXPECT_EQ(broker_->Wait(kPatience), 0) << broker_->errors();
+  }
+
+  Args WithModel(Args args) const {
+    args.insert(args.end(), {"--socket", "broker.sock", "-m", TestModelPath(), "-c", "256", "-t", "2"});
+    return args;
+  }
+  void PublishStory() const {
+    const Ran ran = Run(WithModel({"publish", "--name", "story", "--raw", "-p", "The mill stood by the river for two "
+                                   "hundred years, and nobody in the town could say who had built it."}));
+    ASSERT_EQ(ran.status, 0) << ran.errors;
+  }
+  // Runs it, which must succeed, and parses what it prints.
+  Json RunForJson(const Args& args) const {
+    const Ran ran = Run(args);
+    EXPECT_EQ(ran.status, 0) << ran.errors;
+    EXPECT_EQ(ran.errors, "");
+    const Json json = Json::parse(ran.output, nullptr, false);
+    EXPECT_FALSE(json.is_discarded()) << ran.output;
+    return json;
+  }
+
+  std::unique_ptr<Process> broker_;
+};
+
+void ExpectTurnFields(const Json& json, int n_tokens) {
+  for (const char* field : {"text", "mode", "reason"}) EXPECT_TRUE(json.contains(field) && json[field].is_string()) << field;
+  for (const char* field : {"tokens_reused", "tokens_recomputed"}) {
+    EXPECT_TRUE(json.contains(field) && json[field].is_number_integer()) << field;
+  }
+  for (const char* field : {"attach_ms", "ttft_ms"}) EXPECT_TRUE(json.contains(field) && json[field].is_number()) << field;
+  ASSERT_TRUE(json.contains("token_ids") && json["token_ids"].is_array());
+  EXPECT_EQ(json["token_ids"].size(), static_cast<size_t>(n_tokens));
+}
+
+TEST_F(Cli, AModelThatIsNotThereIsNamed) {
+  ExpectRefused({"generate", "-m", "nowhere.gguf", "-p", "hi"}, {"nowhere.gguf", "No such file"});
+}
+
+TEST_F(Cli, AFileThatIsNoModelIsNamed) {
+  Write("notes.txt", "just some text that is no model at all");
+  ExpectRefused({"generate", "-m", "notes.txt", "-p", "hi"}, {"notes.txt", "not a GGUF file"});
+}
+
+TEST_F(Cli, ATruncatedModelIsNamed) {
+  std::ifstream in(TestModelPath(), std::ios::binary);
+  std::string start(1 << 20, '\0');
+  ASSERT_TRUE(in.read(start.data(), static_cast<std::streamsize>(start.size())));
+  Write("half.gguf", start);
+  ExpectRefused({"generate", "-m", "half.gguf", "-p", "hi"}, {"half.gguf", "truncated"});
+}
+
+TEST_F(Cli, AnArchitectureThatItDoesNotRunIsNamed) {
+  gguf_context* gguf = gguf_init_empty();
+  gguf_set_val_str(gguf, "general.architecture", "mamba");
+  ASSERT_TRUE(gguf_write_to_file(gguf, Path("other.gguf").c_str(), false));
+  gguf_free(gguf);
+  ExpectRefused({"generate", "-m", "other.gguf", "-p", "hi"}, {"other.gguf", "'mamba' is not supported"});
+}
+
+TEST_F(Cli, APromptLongerThanTheContextIsRefusedWithBothNumbers) {
+  std::string prompt;
+  for (int i = 0; i < 200; ++i) prompt += " word";
+  // The prompt's 200 words are a token each, 4 tokens of output come to it.
+  ExpectRefused({"generate", "-m", TestModelPath(), "-c", "32", "-t", "2", "-n", "4", "--raw", "-p", prompt}, {"204", "32"});
+}
+
+TEST_F(Cli, AFlowWithAnUnknownKeyIsRefusedAndTheNearOneIsSuggested) {
+  ExpectFlowRefused("agents:\n  - name: writer\n    promt: Write.\n", {"flow.yaml:3:5", "'promt'", "did you mean 'prompt'?"});
+}
+
+TEST_F(Cli, AFlowWithACycleIsRefusedAndTheCycleIsShown) {
+  ExpectFlowRefused(
+      "agents:\n  - name: one\n    inherits: two\n    prompt: Go on.\n  - name: two\n    inherits: one\n    prompt: Go on.\n",
+      {"flow.yaml:", "'one'", "'two'", " → "});
+}
+
+TEST_F(Cli, AFlowThatInheritsFromNobodyKnownIsRefused) {
+  ExpectFlowRefused("agents:\n  - name: writer\n    prompt: Write.\n  - name: editor\n    inherits: writter\n    prompt: Edit.\n",
+                    {"flow.yaml:5:", "'editor'", "'writter'", "did you mean 'writer'?"});
+}
+
+TEST_F(Cli, AReportThatCannotBeWrittenIsRefusedBeforeTheRun) {
+  Write("flow.yaml", "agents:\n  - name: writer\n    prompt: Write.\n    max_tokens: 1\n");
+  const Args run = {"run", "flow.yaml", "-m", TestModelPath(), "--json"};
+  const auto with = [&](const std::string& target) {
+    Args args = run;
+    args.push_back(target);
+    return args;
+  };
+  ExpectRefused(with("nowhere/report.json"), {"nowhere/report.json"});
+  ExpectRefused(with("flow.yaml/report.json"), {"flow.yaml/report.json"});
+  ASSERT_TRUE(std::filesystem::create_directory(Path("reports")));
+  ExpectRefused(with("reports"), {"'reports' is not a regular file"});
+  ASSERT_EQ(::mkfifo(Path("pipe").c_str(), 0600), 0);  // would be replaced, as would /dev/null
+  ExpectRefused(with("pipe"), {"'pipe' is not a regular file"});
+}
+
+TEST_F(Cli, ABrokerThatIsGoneIsNamedWithTheWayToStartOne) {
+  const std::vector<std::string> found = {"no broker listens at 'gone.sock'", "qkvshare broker --socket gone.sock"};
+  ExpectRefused({"ls", "--socket", "gone.sock"}, found);
+  ExpectRefused({"attach", "story", "--socket", "gone.sock", "-m", TestModelPath(), "-p", "hi"}, found);
+  ExpectRefused({"publish", "--name", "story", "--socket", "gone.sock", "-m", TestModelPath(), "-p", "hi"}, found);
+  ExpectRefused({"release", "story", "--socket", "gone.sock"}, found);
+  ExpectRefused({"inspect", "story", "--socket", "gone.sock"}, found);
+  ExpectRefused({"verify", "story", "--socket", "gone.sock"}, found);
+}
+
+TEST_F(Cli, ASocketDirectoryWithoutPermissionIsNamed) {
+  if (::geteuid() == 0) {  // root may write everywhere, but not below a file
+    Write("file", "");
+    ExpectRefused({"broker", "--socket", "file/broker.sock"}, {"'file'", "not a directory"});
+    return;
+  }
+  ASSERT_TRUE(std::filesystem::create_directory(Path("closed")));
+  ASSERT_EQ(::chmod(Path("closed").c_str(), 0500), 0);
+  ExpectRefused({"broker", "--socket", "closed/broker.sock"}, {"closed/broker.sock", "Permission denied"});
+}
+
+TEST_F(Cli, WhatItDoesNotUnderstandIsNamedWithTheWayToHelp) {
+  ExpectUsageError({}, "subcommand is required");
+  ExpectUsageError({"frobnicate"}, "frobnicate");
+  ExpectUsageError({"--frobnicate"}, "--frobnicate");
+  ExpectUsageError({"bench", "frobnicate"}, "frobnicate");
+  ExpectUsageError({"generate", "--frobnicate"}, "--frobnicate");
+  ExpectUsageError({"generate", "-p", "hi", "-n", "many"}, "many");
+  ExpectUsageError({"generate", "-p", "hi", "-c", "0"}, "0");
+  ExpectUsageError({"attach", "story", "--on-miss", "weep"}, "weep");
+  ExpectUsageError({"attach"}, "context");
+  ExpectUsageError({"publish", "-p", "hi"}, "--name");
+  ExpectUsageError({"run"}, "flow");
+}
+
+TEST_F(Cli, ABadValueIsNamed) {
+  ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "i9"}, {"'i9'", "i8-channel"});
+  ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "k=i8,v=i9"}, {"i9", "i8-channel"});
+  ExpectRefused({"generate", "-m", TestModelPath()}, {"no prompt"});
+  ExpectRefused({"generate", "-m", TestModelPath(), "-f", "nowhere.txt"}, {"'nowhere.txt'", "No such file"});
+  ExpectRefused({"broker", "--socket", "broker.sock", "--kv-budget", "much"}, {"--kv-budget", "'much'"});
+  ExpectRefused({"run", "nowhere.yaml"}, {"nowhere.yaml", "No such file"});
+  Write("flow.yaml", "agents:\n  - name: writer\n    prompt: Write.\n");
+  ExpectRefused({"run", "flow.yaml", "-m", TestModelPath(), "--kv", "i9"}, {"'i9'", "i8-channel"});
+}
+
+TEST_F(Cli, EveryCommandExplainsItselfWithAnExample) {
+  for (const Args& command : std::vector<Args>{{}, {"run"}, {"generate"}, {"publish"}, {"attach"}, {"broker"}, {"ls"}, {"inspect"},
+                                               {"verify"}, {"release"}, {"bench"}, {"bench", "handoff"}}) {
+    Args args = command;
+    args.push_back("--help");
+    const Ran ran = Run(args);
+    SCOPED_TRACE(::testing::PrintToString(args));
+    EXPECT_EQ(ran.status, 0);
+    EXPECT_THAT(ran.output, HasSubstr("Example"));
+    EXPECT_EQ(ran.errors, "");
+  }
+  EXPECT_THAT(Files(), IsEmpty());
+}
+
+TEST_F(Cli, GenerateTellsScriptsWhatItPromises) {
+  const Ran ran = Run({"generate", "-m", TestModelPath(), "-c", "256", "-t", "2", "-p", "Write a sentence about rivers.", "-n", "6",
+                       "--ignore-eos", "--json"});
+  ASSERT_EQ(ran.status, 0) << ran.errors;
+  EXPECT_EQ(ran.errors, "");
+  const Json json = Json::parse(ran.output, nullptr, false);
+  ASSERT_FALSE(json.is_discarded()) << ran.output;
+  ExpectTurnFields(json, 6);
+  EXPECT_EQ(json["mode"], "none");
+  EXPECT_EQ(json["reason"], "");
+  EXPECT_EQ(json["tokens_reused"], 0);
+  EXPECT_GT(json["tokens_recomputed"], 0);
+  EXPECT_THAT(Files(), IsEmpty());
+}
+
+TEST_F(Cli, OutputToAClosedPipeEndsQuietly) {
+  // The pipe's reader is gone long before the model is loaded. The shell says what became of the program.
+  const std::string script = R"({ "$@"; echo "status $?" >&2; } | :)";
+  for (const bool json : {false, true}) {
+    Args args = {"generate", "-m", TestModelPath(), "-c", "256", "-t", "2", "-p", "Count to ten.", "-n", "100", "--ignore-eos"};
+    if (json) args.push_back("--json");
+    const Ran ran = Run(args, script);
+    EXPECT_EQ(ran.output, "");
+    EXPECT_EQ(ran.errors, fmt::format("status {}\n", 128 + SIGPIPE));
+  }
+}
+
+TEST_F(CliWithBroker, ASocketThatABrokerUsesIsNotTakenFromIt) {
+  ExpectRefused({"broker", "--socket", "broker.sock"}, {"'broker.sock' is in use by another broker"});
+  EXPECT_EQ(Run({"ls", "--socket", "broker.sock"}).status, 0);
+}
+
+TEST_F(CliWithBroker, AnUnknownContextIsNotFound) {
+  for (const char* on_miss : {"fail", "text"}) {  // there is no text either
+    ExpectRefused(WithModel({"attach", "nobody", "-p", "hi", "--on-miss", on_miss}), {"'nobody'", "not_found"});
+  }
+  for (const char* command : {"inspect", "verify", "release"}) {
+    ExpectRefused({command, "nobody", "--socket", "broker.sock"}, {"'nobody'"});
+  }
+}
+
+TEST_F(CliWithBroker, AttachTellsScriptsWhatItPromises) {
+  PublishStory();
+  const Json json = RunForJson(WithModel({"attach", "story", "--raw", "-p", " The mayor", "-n", "6", "--ignore-eos", "--json",
+                                          "--on-miss", "fail"}));
+  ExpectTurnFields(json, 6);
+  EXPECT_EQ(json["mode"], "attach");
+  EXPECT_EQ(json["reason"], "");
+  EXPECT_GT(json["tokens_reused"], 10);
+  EXPECT_GT(json["tokens_recomputed"], 0);
+  EXPECT_LT(json["tokens_recomputed"], 10);
+}
+
+TEST_F(CliWithBroker, APublishedContextIsListedInspectedVerifiedAndReleased) {
+  PublishStory();
+  const Json list = RunForJson({"ls", "--socket", "broker.sock", "--json"});
+  ASSERT_EQ(list["contexts"].size(), 1u);
+  const Json context = list["contexts"][0];
+  EXPECT_EQ(context["name"], "story");
+  EXPECT_EQ(context["kv"], "i8");
+  EXPECT_GT(context["tokens"], 10);
+  EXPECT_GT(context["bytes"], 0);
+  EXPECT_GE(list["used_bytes"], context["bytes"]);
+  const std::string id = context["id"];
+  EXPECT_EQ(id.size(), 32u);
+
+  for (const std::string& what : {std::string("story"), id}) {
+    const Json inspected = RunForJson({"inspect", what, "--socket", "broker.sock"});
+    EXPECT_EQ(inspected["card"]["id"], id);
+    EXPECT_EQ(inspected["card"]["name"], "story");
+    ASSERT_EQ(inspected["segments"].size(), 1u);
+    EXPECT_EQ(inspected["segments"][0]["digest"], inspected["card"]["segments"][0]["digest"]);
+    EXPECT_EQ(inspected["segments"][0]["pages"][0]["kv"], "i8");
+  }
+
+  const Ran verified = Run({"verify", "story", "--socket", "broker.sock"});
+  EXPECT_EQ(verified.status, 0) << verified.errors;
+  EXPECT_THAT(verified.output, HasSubstr("segment 0 page 0"));
+  EXPECT_THAT(verified.output, HasSubstr(": ok"));
+  EXPECT_EQ(RunForJson({"verify", "story", "--socket", "broker.sock", "--json"})["failed"], 0);
+  EXPECT_THAT(Run({"ls", "--socket", "broker.sock"}).output, HasSubstr("story"));
+
+  const Ran released = Run({"release", "story", "--socket", "broker.sock"});
+  EXPECT_EQ(released.status, 0) << released.errors;
+  EXPECT_EQ(released.output + released.errors, "");
+  EXPECT_EQ(RunForJson({"ls", "--socket", "broker.sock", "--json"})["contexts"].size(), 0u);
+  ExpectRefused({"release", id, "--socket", "broker.sock"}, {id});
+}
+
+}  // namespace
+}  // namespace qkv
