@@ -52,7 +52,10 @@ tl::unexpected<Error> ErrnoError(std::string_view what) {
   switch (saved) {
     case EACCES:
     case EPERM: code = Code::kDenied; break;
-    case ENOENT: code = Code::kNotFound; break;
+    case ENOENT:
+    case ENOTDIR: code = Code::kNotFound; break;
+    case ELOOP:
+    case ENAMETOOLONG: code = Code::kInvalidArgument; break;
     case ENOMEM:
     case ENOSPC:
     case EMFILE:

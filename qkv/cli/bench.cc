@@ -146,6 +146,7 @@ Result<Json> MeasureLength(const Options& options, const std::shared_ptr<const M
     QKV_ASSIGN_OR_RETURN(const Context fetched, FetchContext(broker, published.card.id()));
     QKV_RETURN_IF_ERROR(consumer->Attach(fetched));
     attach.push_back(MsSince(attach_start));
+    QKV_RETURN_IF_ERROR(broker.ReleaseLease(fetched.lease));
     if (static_cast<int>(ttft.size()) == options.runs) continue;
     QKV_RETURN_IF_ERROR(consumer->Forward(suffix));
     ttft.push_back(MsSince(attach_start));
@@ -277,6 +278,7 @@ void AddBench(CLI::App& app, int& status) {
   auto options = std::make_shared<Options>();
   CLI::App* bench = app.add_subcommand("bench", "measure");
   bench->require_subcommand(1);
+  bench->footer("Example: qkvshare bench handoff --context 1024,4096,8192 --json");
   CLI::App* command = bench->add_subcommand("handoff", "attach and go on, against reading again and against libllama's save and restore");
   command->add_option("--context", options->contexts, "context lengths in tokens")->capture_default_str()->type_name("N,N,…");
   command->add_option("--new", options->n_new, "new tokens that the consumer reads")->capture_default_str()->check(CLI::Range(1, 4096));

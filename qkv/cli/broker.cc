@@ -57,7 +57,7 @@ void AddBroker(CLI::App& app, int& status) {
   CLI::App* command = app.add_subcommand("broker", "let unrelated processes share contexts; prints one line of JSON per event");
   AddSocketOption(*command, options->socket);
   command->add_option("--kv-budget", options->budget, "bytes of KV pages it keeps at most")->capture_default_str()->type_name("SIZE");
-  command->footer("Example: qkvshare broker --kv-budget 2GiB");
+  command->footer("Its output must be read, or go to a file: a pipe that nobody reads would hold it up.\nExample: qkvshare broker --kv-budget 2GiB");
   command->callback([options, &status] { status = Run(*options); });
 }
 

@@ -32,6 +32,7 @@ std::string TurnToJson(const TurnResult& result) {
 }
 
 int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const TurnRequest& request, BrokerClient* broker) {
+  if (auto kv = ParseCodecPair(model_options.kv); !kv) return Fail(kv.error());  // before anything that takes time
   auto model = LoadModel(model_options);
   if (!model) return Fail(model.error());
   (*model)->identity();  // digests now: a handoff then takes no longer than it must

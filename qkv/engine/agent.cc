@@ -57,6 +57,7 @@ Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name
   QKV_ASSIGN_OR_RETURN(AttachedContext attached, broker.Attach(id_or_name));
   QKV_ASSIGN_OR_RETURN(const auto bytes, ReadSealed(attached.card));
   Context context;
+  context.lease = attached.lease;
   QKV_ASSIGN_OR_RETURN(context.card, ParseCard(bytes));
   for (Fd& fd : attached.segments) {
     QKV_ASSIGN_OR_RETURN(auto segment, Segment::Open(std::move(fd)));
@@ -91,6 +92,9 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
     } else if (auto context = FetchContext(*broker_, request.inherits); !context) {
       attached = tl::unexpected(context.error());
     } else {
+      // The lease says what this agent holds: of contexts that it goes on from one after the other, the last.
+      if (lease_ != 0) (void)broker_->ReleaseLease(lease_);
+      lease_ = context->lease;
       attached = sequence_->Attach(*context);
       // For the text fallback, tokens are as good as text if both sides mean the same by them.
       const bool same_tokens = context->card.model().tokenizer_digest() == model_->identity().tokenizer_digest();

@@ -81,11 +81,13 @@ class Agent {
   std::shared_ptr<const Model> model_;
   std::unique_ptr<Sequence> sequence_;
   BrokerClient* broker_;
+  uint64_t lease_ = 0;  // of the context attached last
   Vocab vocab_;
 };
 
 // The descriptors and card of a context to the broker, and back. FetchContext maps and validates; the error's reason is
-// the ladder's. PublishContext's error is the broker's.
+// the ladder's. The lease that comes with a fetched context ends with ReleaseLease or with the connection.
+// PublishContext's error is the broker's.
 Status PublishContext(BrokerClient& broker, const Context& context, const PublishOptions& options = {});
 Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name);
 

@@ -165,9 +165,9 @@ void IgnoreLog(ggml_log_level, const char*, void*) {}
 // Opens and checks that it is a regular file that begins like a GGUF, so that the errors name what a user can mend.
 Result<Fd> OpenGguf(const std::string& path) {
   Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (!fd.valid()) return ErrnoError("model");
+  if (!fd.valid()) return ErrnoError("open");
   struct stat info {};
-  if (::fstat(fd.get(), &info) != 0) return ErrnoError("model");
+  if (::fstat(fd.get(), &info) != 0) return ErrnoError("fstat");
   if (!S_ISREG(info.st_mode)) return Err(Code::kInvalidArgument, "not a regular file");
   char magic[4] = {};
   if (info.st_size < 4 || ::pread(fd.get(), magic, 4, 0) != 4 || std::memcmp(magic, "GGUF", 4) != 0) {

@@ -41,6 +41,7 @@ struct SequenceOptions {
 struct Context {
   CacheCard card;
   std::vector<std::shared_ptr<const Segment>> segments;  // in the card's order
+  uint64_t lease = 0;  // the broker's record of a fetched context; 0: none
 };
 
 class Sequence {
