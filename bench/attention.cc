@@ -132,9 +132,10 @@ void BM_Attention(benchmark::State& state, CodecPair codecs, int n_queries, int 
   const double tokens = steps * n_queries * n_layers / kGeometry.n_layers;
   state.counters["per_token"] = Counter(tokens, Counter::kIsRate | Counter::kInvert);
   state.counters["GB/s"] = Counter(steps * n_layers * static_cast<double>(context.layout.layer_stride) *
-                                       static_cast<double>(context.pages.size()) * 1e-9, Counter::kIsRate);
-  state.counters["GFLOP/s"] = Counter(
-      steps * n_layers * n_queries * kShape.n_heads * 4.0 * keys * kShape.head_dim * 1e-9, Counter::kIsRate);
+                                       static_cast<double>(context.pages.size()) * 1e-9,
+                                   Counter::kIsRate);
+  state.counters["GFLOP/s"] =
+      Counter(steps * n_layers * n_queries * kShape.n_heads * 4.0 * keys * kShape.head_dim * 1e-9, Counter::kIsRate);
 }
 
 void BM_LimitFma(benchmark::State& state) {
@@ -158,9 +159,8 @@ void Register() {
   using enum CodecId;
   benchmark::RegisterBenchmark("limit/fma", BM_LimitFma)->Unit(benchmark::kMillisecond);
   benchmark::RegisterBenchmark("limit/read", BM_LimitRead)->Unit(benchmark::kMillisecond);
-  const CodecPair pairs[] = {{kF16, kF16},   {kI8, kI8},   {kI8, kI4},
-                             {kI4, kI4},     {kI4Z, kI4Z}, {kI8Channel, kI8Channel},
-                             {kI8Tensor, kI8Tensor}};
+  const CodecPair pairs[] = {
+      {kF16, kF16}, {kI8, kI8}, {kI8, kI4}, {kI4, kI4}, {kI4Z, kI4Z}, {kI8Channel, kI8Channel}, {kI8Tensor, kI8Tensor}};
   for (const CodecPair pair : pairs) {
     benchmark::RegisterBenchmark(("decode/" + ToString(pair)).c_str(), BM_Attention, pair, 1, 30)
         ->Unit(benchmark::kMillisecond);

@@ -62,22 +62,24 @@ Result<std::vector<float>> LogitsOver(const std::shared_ptr<const Model>& model,
   return std::vector<float>(sequence->all_logits().begin(), sequence->all_logits().end());
 }
 
-void Score(const std::vector<float>& reference, const std::vector<float>& logits, std::span<const Token> scored, size_t n_vocab,
-           Quality& quality) {
+void Score(const std::vector<float>& reference, const std::vector<float>& logits, std::span<const Token> scored,
+           size_t n_vocab, Quality& quality) {
   for (size_t i = 0; i < scored.size(); ++i) {
     const auto p = LogProbabilities(std::span(reference).subspan(i * n_vocab, n_vocab));
     const auto q = LogProbabilities(std::span(logits).subspan(i * n_vocab, n_vocab));
     double kl = 0;
     for (size_t v = 0; v < n_vocab; ++v) kl += std::exp(p[v]) * (p[v] - q[v]);
     quality.kl.push_back(kl);
-    quality.same_top += std::max_element(p.begin(), p.end()) - p.begin() == std::max_element(q.begin(), q.end()) - q.begin();
+    quality.same_top +=
+        std::max_element(p.begin(), p.end()) - p.begin() == std::max_element(q.begin(), q.end()) - q.begin();
     if (i + 1 < scored.size()) quality.log_ratio += p[scored[i + 1]] - q[scored[i + 1]];
   }
 }
 
 Result<std::shared_ptr<const Model>> LoadModel(const Options& options) {
   if (!options.exact_weights) return Model::Load(options.model);
-  const std::string path = fmt::format("{}/qkv-quality-{}.gguf", std::filesystem::temp_directory_path().string(), ::getpid());
+  const std::string path =
+      fmt::format("{}/qkv-quality-{}.gguf", std::filesystem::temp_directory_path().string(), ::getpid());
   QKV_RETURN_IF_ERROR(WriteF32Model(options.model, path));
   auto model = Model::Load(path);
   std::remove(path.c_str());  // it stays mapped
@@ -92,8 +94,8 @@ Status Run(const Options& options) {
   QKV_ASSIGN_OR_RETURN(const std::vector<Token> all, Vocab(*model).Tokenize(text, false, false));
   const size_t length = options.prefix + options.scored;
   if (all.size() < length * options.samples) {
-    return Err(Code::kInvalidArgument, "'{}' has {} tokens, {} samples need {}", options.text, all.size(), options.samples,
-               length * options.samples);
+    return Err(Code::kInvalidArgument, "'{}' has {} tokens, {} samples need {}", options.text, all.size(),
+               options.samples, length * options.samples);
   }
   std::vector<Quality> results(options.kv.size());
   for (int sample = 0; sample < options.samples; ++sample) {
@@ -116,7 +118,8 @@ Status Run(const Options& options) {
     const double scored = static_cast<double>(options.samples) * (options.scored - 1);
     fmt::print("| `{}` | {:.2f} | {:.2e} | {:.2e} | {:.1f} % | {:+.2f} % |\n", options.kv[i],
                (BitsPerValue(CodecOf(kv.k), head_dim) + BitsPerValue(CodecOf(kv.v), head_dim)) / 2,
-               sum / static_cast<double>(q.kl.size()), q.kl[static_cast<size_t>(0.99 * static_cast<double>(q.kl.size()))],
+               sum / static_cast<double>(q.kl.size()),
+               q.kl[static_cast<size_t>(0.99 * static_cast<double>(q.kl.size()))],
                100.0 * static_cast<double>(q.same_top) / static_cast<double>(q.kl.size()),
                100.0 * std::expm1(q.log_ratio / scored));
   }
@@ -133,8 +136,12 @@ int main(int argc, char** argv) {
   app.add_option("text", options.text, "a text file")->required();
   app.add_flag("--exact-weights", options.exact_weights, "with the weights as fp32");
   app.add_option("--samples", options.samples)->capture_default_str()->check(CLI::Range(1, 1000));
-  app.add_option("--prefix", options.prefix, "tokens that are handed over")->capture_default_str()->check(CLI::Range(1, 1 << 20));
-  app.add_option("--scored", options.scored, "tokens read over them")->capture_default_str()->check(CLI::Range(2, 1 << 16));
+  app.add_option("--prefix", options.prefix, "tokens that are handed over")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 20));
+  app.add_option("--scored", options.scored, "tokens read over them")
+      ->capture_default_str()
+      ->check(CLI::Range(2, 1 << 16));
   app.add_option("-t,--threads", options.threads)->capture_default_str()->check(CLI::Range(1, 512));
   app.add_option("--kv", options.kv, "codecs");
   app.footer("Example: build/bench/quality -m MODEL.gguf wikitext-2-test.txt");

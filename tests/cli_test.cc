@@ -198,17 +198,19 @@ TEST_F(Cli, AFlowWithAnUnknownKeyIsRefusedAndTheNearOneIsSuggested) {
 }
 
 TEST_F(Cli, AFlowWithACycleIsRefusedAndTheCycleIsShown) {
-  ExpectFlowRefused("agents:\n"
-                    "  - name: one\n    inherits: two\n    prompt: Go on.\n"
-                    "  - name: two\n    inherits: one\n    prompt: Go on.\n",
-                    {"flow.yaml:", "'one'", "'two'", " → "});
+  ExpectFlowRefused(
+      "agents:\n"
+      "  - name: one\n    inherits: two\n    prompt: Go on.\n"
+      "  - name: two\n    inherits: one\n    prompt: Go on.\n",
+      {"flow.yaml:", "'one'", "'two'", " → "});
 }
 
 TEST_F(Cli, AFlowThatInheritsFromNobodyKnownIsRefused) {
-  ExpectFlowRefused("agents:\n"
-                    "  - name: writer\n    prompt: Write.\n"
-                    "  - name: editor\n    inherits: writter\n    prompt: Edit.\n",
-                    {"flow.yaml:5:", "'editor'", "'writter'", "did you mean 'writer'?"});
+  ExpectFlowRefused(
+      "agents:\n"
+      "  - name: writer\n    prompt: Write.\n"
+      "  - name: editor\n    inherits: writter\n    prompt: Edit.\n",
+      {"flow.yaml:5:", "'editor'", "'writter'", "did you mean 'writer'?"});
 }
 
 TEST_F(Cli, AReportThatCannotBeWrittenIsRefusedBeforeTheRun) {
@@ -288,8 +290,8 @@ TEST_F(Cli, EveryCommandExplainsItselfWithAnExample) {
 }
 
 TEST_F(Cli, GenerateTellsScriptsWhatItPromises) {
-  const Ran ran = Run({"generate", "-m", TestModelPath(), "-c", "256", "-t", "2", "-p", "Write about rivers.",
-                       "-n", "6", "--ignore-eos", "--json"});
+  const Ran ran = Run({"generate", "-m", TestModelPath(), "-c", "256", "-t", "2", "-p", "Write about rivers.", "-n",
+                       "6", "--ignore-eos", "--json"});
   ASSERT_EQ(ran.status, 0) << ran.errors;
   EXPECT_EQ(ran.errors, "");
   const Json json = Json::parse(ran.output, nullptr, false);
@@ -307,8 +309,8 @@ TEST_F(Cli, OutputToAClosedPipeEndsQuietly) {
   const std::string script = R"({ "$@"; echo "status $?" >&2; } | :)";
   std::signal(SIGPIPE, SIG_DFL);  // children inherit it, and whoever started us may ignore it
   for (const bool json : {false, true}) {
-    Args args = {"generate", "-m", TestModelPath(), "-c", "256", "-t", "2", "-p", "Count to ten.", "-n", "100",
-                 "--ignore-eos"};
+    Args args = {"generate", "-m", TestModelPath(), "-c", "256", "-t",
+                 "2",        "-p", "Count to ten.", "-n", "100", "--ignore-eos"};
     if (json) args.push_back("--json");
     const Ran ran = Run(args, script);
     EXPECT_EQ(ran.output, "");
@@ -332,8 +334,8 @@ TEST_F(CliWithBroker, AnUnknownContextIsNotFound) {
 
 TEST_F(CliWithBroker, AttachTellsScriptsWhatItPromises) {
   PublishStory();
-  const Json json = RunForJson(WithModel({"attach", "story", "--raw", "-p", " The mayor", "-n", "6", "--ignore-eos",
-                                          "--json", "--on-miss", "fail"}));
+  const Json json = RunForJson(WithModel(
+      {"attach", "story", "--raw", "-p", " The mayor", "-n", "6", "--ignore-eos", "--json", "--on-miss", "fail"}));
   ExpectTurnFields(json, 6);
   EXPECT_EQ(json["mode"], "attach");
   EXPECT_EQ(json["reason"], "");

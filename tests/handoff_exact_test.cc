@@ -92,9 +92,26 @@ class HandoffExact : public ::testing::Test {
   }
 
   std::unique_ptr<Process> StartConsumer(const std::string& context, CodecPair kv, const std::string& publish_as = "") {
-    std::vector<std::string> argv = {QKV_PROGRAM, "attach",  context,    "--socket", server_->socket_path(), "-m",
-                                     TestModelPath(), "-n", std::to_string(kTokens), "--ignore-eos", "--json",
-                                     "--logits-digest", "--on-miss", "fail", "--kv", ToString(kv), "-c", "4608", "-t", "2"};
+    std::vector<std::string> argv = {QKV_PROGRAM,
+                                     "attach",
+                                     context,
+                                     "--socket",
+                                     server_->socket_path(),
+                                     "-m",
+                                     TestModelPath(),
+                                     "-n",
+                                     std::to_string(kTokens),
+                                     "--ignore-eos",
+                                     "--json",
+                                     "--logits-digest",
+                                     "--on-miss",
+                                     "fail",
+                                     "--kv",
+                                     ToString(kv),
+                                     "-c",
+                                     "4608",
+                                     "-t",
+                                     "2"};
     if (!publish_as.empty()) argv.insert(argv.end(), {"--publish", publish_as});
     return Process::Start(argv);
   }
@@ -120,7 +137,9 @@ std::vector<CodecPair> AllPairs() {
   return pairs;
 }
 
-bool Full() { return std::getenv("QKV_TEST_FULL") != nullptr; }
+bool Full() {
+  return std::getenv("QKV_TEST_FULL") != nullptr;
+}
 
 class HandoffExactPair : public HandoffExact, public ::testing::WithParamInterface<CodecPair> {};
 
@@ -134,8 +153,9 @@ TEST_P(HandoffExactPair, ShortContexts) {
 }
 
 TEST_P(HandoffExactPair, LongContexts) {
-  const bool common = GetParam() == CodecPair{CodecId::kI8, CodecId::kI8} || GetParam() == CodecPair{CodecId::kI4, CodecId::kI4} ||
-                      GetParam() == CodecPair{CodecId::kI8, CodecId::kI4} || GetParam() == CodecPair{CodecId::kF16, CodecId::kF16};
+  const bool common =
+      GetParam() == CodecPair{CodecId::kI8, CodecId::kI8} || GetParam() == CodecPair{CodecId::kI4, CodecId::kI4} ||
+      GetParam() == CodecPair{CodecId::kI8, CodecId::kI4} || GetParam() == CodecPair{CodecId::kF16, CodecId::kF16};
   for (const size_t n : {1000, 4000}) {
     if (n == 4000 && !common && !Full()) continue;
     auto producer = NewAgent(GetParam());
@@ -180,7 +200,8 @@ TEST_F(HandoffExact, TwoConsumersForkOneParentAtOnce) {
 
 TEST_F(HandoffExact, TheProducerIsKilledRightAfterPublishing) {
   const CodecPair kv = {CodecId::kI8, CodecId::kI8};
-  const std::string text = "The mill stood by the river for two hundred years, and nobody in the town could say who had built it.";
+  const std::string text =
+      "The mill stood by the river for two hundred years, and nobody in the town could say who had built it.";
   // It stays after publishing, so that there is something to kill.
   auto victim = Process::Start({QKV_PROGRAM, "publish", "--name", "victim", "--socket", server_->socket_path(), "-m",
                                 TestModelPath(), "-p", text, "--raw", "--kv", "i8", "-c", "4608", "-t", "2", "--hold"});

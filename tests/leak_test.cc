@@ -34,7 +34,7 @@ using ::testing::HasSubstr;
 
 constexpr auto kPatience = std::chrono::seconds(20);
 constexpr auto kPollEvery = std::chrono::milliseconds(2);  // leaves the processor to whom we wait for
-constexpr int kContextTokens = 40;  // a full page and a part of one
+constexpr int kContextTokens = 40;                         // a full page and a part of one
 
 // Asks again, every few milliseconds, until it holds or patience ends.
 bool Eventually(const std::function<bool()>& condition) {
@@ -77,8 +77,8 @@ class Leak : public ::testing::Test {
     ASSERT_NE(TestModel(), nullptr);
     socket_ = dir_.path() + "/broker.sock";
     // Its events are not read here, and a full pipe would stop it.
-    broker_ = Process::Start(
-        {"/bin/sh", "-c", R"(exec "$@" > /dev/null)", "sh", QKV_PROGRAM, "broker", "--socket", socket_});
+    broker_ =
+        Process::Start({"/bin/sh", "-c", R"(exec "$@" > /dev/null)", "sh", QKV_PROGRAM, "broker", "--socket", socket_});
     ASSERT_TRUE(Eventually([&] {
       auto client = BrokerClient::Connect(socket_);
       if (client) client_ = *std::move(client);
@@ -132,8 +132,9 @@ class Leak : public ::testing::Test {
 
   // A producer in a process of its own, which is killed while its context is in use.
   void CycleWithAKill(const std::string& name) {
-    const std::string text = "The mill stood by the river for two hundred years, and nobody in the town could say who "
-                             "had built it or why it was so far from the road.";
+    const std::string text =
+        "The mill stood by the river for two hundred years, and nobody in the town could say who "
+        "had built it or why it was so far from the road.";
     auto victim = Process::Start({QKV_PROGRAM, "publish", "--name", name, "--socket", socket_, "-m", TestModelPath(),
                                   "-p", text, "--raw", "-c", "256", "-t", "2", "--hold"});
     ASSERT_TRUE(Eventually([&] { return ContextsAtTheBroker() == 1; })) << victim->errors();

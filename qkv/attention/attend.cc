@@ -199,8 +199,12 @@ class ItemRun {
   }
 
 #if HWY_TARGET == HWY_SCALAR
-  bool ScoresOfCodes(const PageBlocks&, std::span<const PageBlocks>) { return false; }
-  bool ValuesOfCodes(const PageBlocks&, std::span<const PageBlocks>) { return false; }
+  bool ScoresOfCodes(const PageBlocks&, std::span<const PageBlocks>) {
+    return false;
+  }
+  bool ValuesOfCodes(const PageBlocks&, std::span<const PageBlocks>) {
+    return false;
+  }
   void PrefetchScales(Side, std::span<const PageBlocks>) const {}
 #else
   // Where the kernels prefetch; without further pages in the block itself, which is in the cache already.
@@ -293,9 +297,7 @@ class ItemRun {
     const int head_dim = plan_.shape.head_dim;
     const Ahead ahead = AheadOf(page, Side::kK, next);
     switch (codec) {
-      case CodecId::kF16:
-        PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), ahead, 0);
-        return true;
+      case CodecId::kF16: PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), ahead, 0); return true;
       case CodecId::kI8:
       case CodecId::kI8Channel:
       case CodecId::kI8Tensor: {
@@ -319,9 +321,8 @@ class ItemRun {
         }
         for (size_t block = 0; block < blocks_.count; ++block) {
           const size_t first = blocks_.First(block);
-          RunWithRows<ScoresOfI8>(blocks_.Count(block), q + first * dim_ / 2,
-                                  reinterpret_cast<const int8_t*>(page.k), ahead, dim_, q_scale + first, x_.token_scale,
-                                  x_.scores + first * kScoreStride);
+          RunWithRows<ScoresOfI8>(blocks_.Count(block), q + first * dim_ / 2, reinterpret_cast<const int8_t*>(page.k),
+                                  ahead, dim_, q_scale + first, x_.token_scale, x_.scores + first * kScoreStride);
         }
         return true;
       }
@@ -334,11 +335,10 @@ class ItemRun {
         }
         for (size_t block = 0; block < blocks_.count; ++block) {
           const size_t first = blocks_.First(block);
-          RunWithRows<ScoresOfI4>(
-              blocks_.Count(block), x_.q_i4 + first * dim_ / 2, page.k, ahead, dim_, codec == CodecId::kI4Z,
-              x_.q_i4_scale + first, x_.q_i4_sums + first * kMaxI4Groups,
-              reinterpret_cast<const hwy::float16_t*>(page.k + blocks::I4ScaleOffset(head_dim)),
-              x_.scores + first * kScoreStride);
+          RunWithRows<ScoresOfI4>(blocks_.Count(block), x_.q_i4 + first * dim_ / 2, page.k, ahead, dim_,
+                                  codec == CodecId::kI4Z, x_.q_i4_scale + first, x_.q_i4_sums + first * kMaxI4Groups,
+                                  reinterpret_cast<const hwy::float16_t*>(page.k + blocks::I4ScaleOffset(head_dim)),
+                                  x_.scores + first * kScoreStride);
         }
         return true;
     }
@@ -361,9 +361,7 @@ class ItemRun {
     const int head_dim = plan_.shape.head_dim;
     const Ahead ahead = AheadOf(page, Side::kV, next);
     switch (codec) {
-      case CodecId::kF16:
-        PanelValues(reinterpret_cast<const hwy::float16_t*>(page.v), ahead, kPageTokens);
-        return true;
+      case CodecId::kF16: PanelValues(reinterpret_cast<const hwy::float16_t*>(page.v), ahead, kPageTokens); return true;
       case CodecId::kI8:
       case CodecId::kI8Channel:
       case CodecId::kI8Tensor: {
@@ -378,8 +376,7 @@ class ItemRun {
           const size_t first = blocks_.First(block);
           RunWithRows<ValuesOfI8>(blocks_.Count(block), x_.weights + first * kPageTokens,
                                   reinterpret_cast<const int8_t*>(page.v), ahead, dim_, x_.keep + first,
-                                  x_.weight_scale + first,
-                                  channel_scale, x_.outputs + first * dim_);
+                                  x_.weight_scale + first, channel_scale, x_.outputs + first * dim_);
         }
         return true;
       }
@@ -463,7 +460,8 @@ void MergeItem(const AttentionPlan& plan, const float* partials, int item, float
     float maximum = kNoMaximum;
     for (int chunk = 0; chunk < plan.n_chunks; ++chunk) maximum = std::max(maximum, chunk_partials(chunk)[row]);
     float* to = out + ((static_cast<size_t>(first.first_query) + row / group) * plan.shape.n_heads + kv_head * group +
-                       row % group) * dim;
+                       row % group) *
+                          dim;
     std::fill_n(to, dim, 0.0f);
     float sum = 0;
     for (int chunk = 0; chunk < plan.n_chunks; ++chunk) {

@@ -32,7 +32,7 @@ constexpr double kFloatTolerance = 2e-6;
 // Few rows over integer codes: queries and weights are rounded to 15 bits.
 constexpr double kFewRowsTolerance = 3e-4;
 
-constexpr std::array kAllCodecs = {CodecId::kF16,     CodecId::kI8, CodecId::kI8Channel,
+constexpr std::array kAllCodecs = {CodecId::kF16,      CodecId::kI8, CodecId::kI8Channel,
                                    CodecId::kI8Tensor, CodecId::kI4, CodecId::kI4Z};
 
 struct PageSpec {
@@ -106,7 +106,7 @@ std::vector<float> RandomQueries(const AttentionShape& shape, int n_queries, uin
 
 // Runs a step in the given order of items. Output and partials start as NaN, so that what no item writes shows.
 std::vector<float> RunStep(const AttentionPlan& plan, const Context& context, int layer, const std::vector<float>& q,
-                       const std::vector<int>& order) {
+                           const std::vector<int>& order) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   std::vector<float> out(q.size(), nan), partials(plan.partial_floats(), nan);
   auto scratch = hwy::AllocateAligned<std::byte>(plan.scratch_bytes());
@@ -168,8 +168,8 @@ AttentionPlan Rechunked(AttentionPlan plan, const Context& context, int chunk_pa
 TEST(Reference, WeighsTwoTokensAsTheFormulaSays) {
   Context context({1, 1, 32}, {{{CodecId::kF16, CodecId::kF16}, 2}}, 1);
   std::vector<float> k(2 * 32, 0.0f), v(2 * 32, 0.0f);
-  k[0] = 1;        // token 0: (1, 0, …)
-  k[32 + 1] = 2;   // token 1: (0, 2, 0, …)
+  k[0] = 1;       // token 0: (1, 0, …)
+  k[32 + 1] = 2;  // token 1: (0, 2, 0, …)
   v[5] = 10;
   v[32 + 5] = -6;
   v[32 + 31] = 1;
@@ -247,7 +247,9 @@ TEST(Plan, KeepsShortContextsInOneChunkAndSplitsLongOnesForManyThreads) {
 
 // ---- The kernels, on every target that this CPU has
 
-std::string TargetName(const testing::TestParamInfo<int64_t>& info) { return hwy::TargetName(info.param); }
+std::string TargetName(const testing::TestParamInfo<int64_t>& info) {
+  return hwy::TargetName(info.param);
+}
 
 class Attention : public testing::TestWithParam<int64_t> {
  protected:

@@ -66,11 +66,11 @@ struct ScoresOfI4 {
     if constexpr (kMinimum) {
       const hwy::float16_t* low_minimum = low_scale + minimum_offset;
       const hwy::float16_t* high_minimum = high_scale + minimum_offset;
-      ((total[I] = hn::Add(
-            hn::MulAdd(LoadOperand(low_scale + I % V * kLanes), low[I].Total(),
-                       hn::Mul(LoadOperand(low_minimum + I % V * kLanes), Broadcast(low_sum, I / V))),
-            hn::MulAdd(LoadOperand(high_scale + I % V * kLanes), high[I].Total(),
-                       hn::Mul(LoadOperand(high_minimum + I % V * kLanes), Broadcast(high_sum, I / V))))),
+      ((total[I] =
+            hn::Add(hn::MulAdd(LoadOperand(low_scale + I % V * kLanes), low[I].Total(),
+                               hn::Mul(LoadOperand(low_minimum + I % V * kLanes), Broadcast(low_sum, I / V))),
+                    hn::MulAdd(LoadOperand(high_scale + I % V * kLanes), high[I].Total(),
+                               hn::Mul(LoadOperand(high_minimum + I % V * kLanes), Broadcast(high_sum, I / V))))),
        ...);
     } else {
       const VF eight = hn::Set(d, 8.0f);
@@ -91,9 +91,8 @@ struct ScoresOfI4 {
 
   // codes of all groups; scale and, behind it, minimum: [groups][32].
   template <size_t R>
-  static HWY_NOINLINE void Run(const int32_t* q, const std::byte* k, Ahead ahead, size_t dim,
-                               bool has_minimum, const float* q_scale, const float* q_sums,
-                               const hwy::float16_t* scale, float* scores) {
+  static HWY_NOINLINE void Run(const int32_t* q, const std::byte* k, Ahead ahead, size_t dim, bool has_minimum,
+                               const float* q_scale, const float* q_sums, const hwy::float16_t* scale, float* scores) {
     constexpr size_t V = 2 * R * 2 < kIntAccumulators ? 2 : 1;
     const size_t half_groups = dim / 64;
     const size_t minimum_offset = 2 * half_groups * kPageTokens;
@@ -149,9 +148,8 @@ struct ValuesOfI4 {
   }
 
   template <size_t R>
-  static HWY_NOINLINE void Run(const int16_t* weights, const std::byte* v, Ahead ahead, size_t dim,
-                               int16_t offset, const float* keep, const float* weight_scale, const float* base,
-                               float* outputs) {
+  static HWY_NOINLINE void Run(const int16_t* weights, const std::byte* v, Ahead ahead, size_t dim, int16_t offset,
+                               const float* keep, const float* weight_scale, const float* base, float* outputs) {
     constexpr size_t V = std::min(TileVectors(R, kIntAccumulators - 4), 32 / kLanes);
     for (size_t c = 0; c < 32; c += V * kLanes) {
       Tile<R, V>(weights, v + 4 * c, ahead + 4 * c, dim, offset, keep, weight_scale, base, outputs + c,

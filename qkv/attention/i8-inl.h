@@ -48,17 +48,21 @@ struct PairSum {
     asm volatile("" : "+v"(even.raw));
 #endif
   }
-  HWY_INLINE VF Total() const { return hn::ConvertTo(DF(), hn::RearrangeToOddPlusEven(even, odd)); }
+  HWY_INLINE VF Total() const {
+    return hn::ConvertTo(DF(), hn::RearrangeToOddPlusEven(even, odd));
+  }
 };
 
-HWY_INLINE VS LoadPairs(const int8_t* p) { return hn::PromoteTo(DS(), hn::LoadU(hn::Rebind<int8_t, DS>(), p)); }
+HWY_INLINE VS LoadPairs(const int8_t* p) {
+  return hn::PromoteTo(DS(), hn::LoadU(hn::Rebind<int8_t, DS>(), p));
+}
 inline constexpr size_t kPairBytes = 2 * kLanes;  // one vector of s8 pairs
 
 // i8: codes [dim / 2][32 tokens][2 channels]; scores = integer sum * q_scale[row] * token_scale[t].
 struct ScoresOfI8 {
   template <size_t R, size_t V, size_t... I>
-  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT q, const int8_t* HWY_RESTRICT k, Ahead ahead,
-                              size_t dim, const float* HWY_RESTRICT q_scale, const float* HWY_RESTRICT token_scale,
+  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT q, const int8_t* HWY_RESTRICT k, Ahead ahead, size_t dim,
+                              const float* HWY_RESTRICT q_scale, const float* HWY_RESTRICT token_scale,
                               float* HWY_RESTRICT scores, std::index_sequence<I...>) {
     const DF d;
     PairSum sum[] = {((void)I, PairSum())...};
@@ -71,15 +75,15 @@ struct ScoresOfI8 {
       if constexpr (V > 2) codes[3] = LoadPairs(k + 3 * kPairBytes);
       (sum[I].Add(codes[I % V], q[I / V]), ...);
     }
-    (hn::StoreU(hn::Mul(sum[I].Total(),
-                        hn::Mul(hn::Set(d, q_scale[I / V]), hn::LoadU(d, token_scale + I % V * kLanes))),
-                d, scores + I / V * kScoreStride + I % V * kLanes),
+    (hn::StoreU(
+         hn::Mul(sum[I].Total(), hn::Mul(hn::Set(d, q_scale[I / V]), hn::LoadU(d, token_scale + I % V * kLanes))), d,
+         scores + I / V * kScoreStride + I % V * kLanes),
      ...);
   }
 
   template <size_t R>
-  static HWY_NOINLINE void Run(const int32_t* q, const int8_t* k, Ahead ahead, size_t dim,
-                               const float* q_scale, const float* token_scale, float* scores) {
+  static HWY_NOINLINE void Run(const int32_t* q, const int8_t* k, Ahead ahead, size_t dim, const float* q_scale,
+                               const float* token_scale, float* scores) {
     constexpr size_t V = std::min(TileVectors(R, kIntAccumulators), kPageTokens / kLanes);
     for (size_t t = 0; t < kPageTokens; t += V * kLanes) {
       Tile<R, V>(q, k + 2 * t, ahead + 2 * t, dim, q_scale, token_scale + t, scores + t,
@@ -124,8 +128,8 @@ struct ValuesOfI8 {
 
   template <size_t R, size_t V>
   static HWY_INLINE void Columns(size_t c, const int16_t* weights, const int8_t* v, Ahead ahead, size_t dim,
-                                 const float* keep, const float* weight_scale,
-                                 const hwy::float16_t* channel_scale, float* outputs) {
+                                 const float* keep, const float* weight_scale, const hwy::float16_t* channel_scale,
+                                 float* outputs) {
     for (; c + V * kLanes <= dim; c += V * kLanes) {
       Tile<R, V>(weights, v + 2 * c, ahead + 2 * c, dim, keep, weight_scale,
                  channel_scale == nullptr ? nullptr : channel_scale + c, outputs + c,
@@ -137,9 +141,8 @@ struct ValuesOfI8 {
   }
 
   template <size_t R>
-  static HWY_NOINLINE void Run(const int16_t* weights, const int8_t* v, Ahead ahead, size_t dim,
-                               const float* keep, const float* weight_scale, const hwy::float16_t* channel_scale,
-                               float* outputs) {
+  static HWY_NOINLINE void Run(const int16_t* weights, const int8_t* v, Ahead ahead, size_t dim, const float* keep,
+                               const float* weight_scale, const hwy::float16_t* channel_scale, float* outputs) {
     Columns<R, TileVectors(R, kIntAccumulators)>(0, weights, v, ahead, dim, keep, weight_scale, channel_scale, outputs);
   }
 };

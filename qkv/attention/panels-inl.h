@@ -67,7 +67,9 @@ HWY_INLINE void RunWithRows(size_t rows, Args... args) {
 
 template <class T>
 inline constexpr bool kIsPage = !std::is_same_v<T, float>;  // read from a page as it is, not from an unpacked panel
-HWY_INLINE VF LoadOperand(const float* p) { return hn::LoadU(DF(), p); }
+HWY_INLINE VF LoadOperand(const float* p) {
+  return hn::LoadU(DF(), p);
+}
 HWY_INLINE VF LoadOperand(const hwy::float16_t* p) {
   return hn::PromoteTo(DF(), hn::LoadU(hn::Rebind<hwy::float16_t, DF>(), p));
 }
@@ -120,9 +122,9 @@ struct ScoresOfPanel {
 // outputs = outputs * keep + gain * (weights . v); v is [n_tokens][dim] of fp32 or halves.
 struct ValuesOfPanel {
   template <size_t R, size_t V, class T, size_t... I>
-  static HWY_INLINE void Tile(const float* HWY_RESTRICT weights, const T* HWY_RESTRICT v, Ahead ahead,
-                              size_t n_tokens, size_t dim, const float* HWY_RESTRICT keep,
-                              const float* HWY_RESTRICT gain, float* HWY_RESTRICT outputs, std::index_sequence<I...>) {
+  static HWY_INLINE void Tile(const float* HWY_RESTRICT weights, const T* HWY_RESTRICT v, Ahead ahead, size_t n_tokens,
+                              size_t dim, const float* HWY_RESTRICT keep, const float* HWY_RESTRICT gain,
+                              float* HWY_RESTRICT outputs, std::index_sequence<I...>) {
     const DF d;
     VF sum[R * V] = {((void)I, hn::Zero(d))...};
     for (size_t t = 0; t < n_tokens; ++t, v += dim, ahead = ahead + dim * sizeof(T)) {
@@ -141,8 +143,8 @@ struct ValuesOfPanel {
   }
 
   template <size_t R, size_t V, class T>
-  static HWY_INLINE void Columns(size_t c, const float* weights, const T* v, Ahead ahead, size_t n_tokens,
-                                 size_t dim, const float* keep, const float* gain, float* outputs) {
+  static HWY_INLINE void Columns(size_t c, const float* weights, const T* v, Ahead ahead, size_t n_tokens, size_t dim,
+                                 const float* keep, const float* gain, float* outputs) {
     for (; c + V * kLanes <= dim; c += V * kLanes) {
       Tile<R, V>(weights, v + c, ahead + c * sizeof(T), n_tokens, dim, keep, gain, outputs + c,
                  std::make_index_sequence<R * V>());

@@ -13,7 +13,9 @@ namespace {
 constexpr int kWantedItems = 48;
 constexpr int kMinChunkPages = 16;
 
-int DivideUp(int a, int b) { return (a + b - 1) / b; }
+int DivideUp(int a, int b) {
+  return (a + b - 1) / b;
+}
 
 }  // namespace
 
@@ -45,7 +47,9 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, int n_queries, std::sp
   }
 }
 
-size_t AttentionPlan::scratch_bytes() const { return attention::Scratch(*this, nullptr).bytes; }
+size_t AttentionPlan::scratch_bytes() const {
+  return attention::Scratch(*this, nullptr).bytes;
+}
 
 size_t AttentionPlan::partial_floats() const {
   return n_chunks == 1 ? 0 : item_partial_floats() * static_cast<size_t>(n_attend_items());

@@ -86,19 +86,20 @@ int ExitStatus(Code code);
 #define QKV_CHECK(condition) \
   (static_cast<bool>(condition) ? void(0) : ::qkv::CheckFailed(__FILE__, __LINE__, #condition))
 
-#define QKV_RETURN_IF_ERROR(expression)                                \
-  do {                                                                 \
-    if (auto qkv_status = (expression); !qkv_status.has_value()) {     \
-      return tl::unexpected(std::move(qkv_status).error());            \
-    }                                                                  \
+#define QKV_RETURN_IF_ERROR(expression)                            \
+  do {                                                             \
+    if (auto qkv_status = (expression); !qkv_status.has_value()) { \
+      return tl::unexpected(std::move(qkv_status).error());        \
+    }                                                              \
   } while (false)
 
 #define QKV_CONCAT_INNER(a, b) a##b
 #define QKV_CONCAT(a, b) QKV_CONCAT_INNER(a, b)
-#define QKV_ASSIGN_OR_RETURN(lhs, expression) QKV_ASSIGN_OR_RETURN_IMPL(QKV_CONCAT(qkv_result_, __LINE__), lhs, expression)
-#define QKV_ASSIGN_OR_RETURN_IMPL(result, lhs, expression)             \
-  auto result = (expression);                                          \
-  if (!result.has_value()) {                                           \
-    return tl::unexpected(std::move(result).error());                  \
-  }                                                                    \
+#define QKV_ASSIGN_OR_RETURN(lhs, expression) \
+  QKV_ASSIGN_OR_RETURN_IMPL(QKV_CONCAT(qkv_result_, __LINE__), lhs, expression)
+#define QKV_ASSIGN_OR_RETURN_IMPL(result, lhs, expression) \
+  auto result = (expression);                              \
+  if (!result.has_value()) {                               \
+    return tl::unexpected(std::move(result).error());      \
+  }                                                        \
   lhs = *std::move(result)

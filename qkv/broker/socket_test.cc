@@ -250,7 +250,7 @@ TEST(Listener, SaysWhyItCannotListen) {
   EXPECT_THAT(missing.error().message, HasSubstr("a/b'"));
   std::ofstream(folder / "file") << "precious";
   const auto under_a_file = ListenAt(folder / "file/broker.sock");
-  ASSERT_EQ(Outcome(under_a_file), "io");
+  ASSERT_EQ(Outcome(under_a_file), "not_found");
   EXPECT_THAT(under_a_file.error().message, HasSubstr("Not a directory"));
   const auto on_a_file = ListenAt(folder / "file");
   ASSERT_EQ(Outcome(on_a_file), "invalid_argument");

@@ -35,13 +35,17 @@ struct Options {
   bool json = false;
 };
 
-double MsSince(Clock::time_point start) { return std::chrono::duration<double, std::milli>(Clock::now() - start).count(); }
+double MsSince(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
 
 double Quantile(std::vector<double> values, double q) {
   std::sort(values.begin(), values.end());
   return values[std::min(values.size() - 1, static_cast<size_t>(q * static_cast<double>(values.size())))];
 }
-double Median(std::vector<double> values) { return Quantile(std::move(values), 0.5); }
+double Median(std::vector<double> values) {
+  return Quantile(std::move(values), 0.5);
+}
 
 // A private directory for the embedded broker's socket; removed with everything in it.
 class TempDir {
@@ -264,11 +268,14 @@ void PrintTable(const Json& json) {
   }
   fmt::print("{:>8} {:>12} {:>12} {:>14} {:>14} {:>16} {:>16} {:>10}\n", "CONTEXT", "ATTACH p50", "p99", "TTFT handoff",
              "TTFT reread", "libllama restore", "libllama reread", "KV");
-  const auto ms = [](const Json& value) { return value.is_null() ? std::string("-") : fmt::format("{:.2f} ms", value.get<double>()); };
+  const auto ms = [](const Json& value) {
+    return value.is_null() ? std::string("-") : fmt::format("{:.2f} ms", value.get<double>());
+  };
   for (const Json& row : json["results"]) {
     fmt::print("{:>8} {:>12} {:>12} {:>14} {:>14} {:>16} {:>16} {:>6.1f} MiB\n", row["context"].get<int>(),
-               ms(row["attach_ms_p50"]), ms(row["attach_ms_p99"]), ms(row["ttft_handoff_ms"]), ms(row["ttft_reprefill_ms"]),
-               ms(row["peer_restore_ttft_ms"]), ms(row["peer_reprefill_ms"]), row["kv_bytes"].get<double>() / (1 << 20));
+               ms(row["attach_ms_p50"]), ms(row["attach_ms_p99"]), ms(row["ttft_handoff_ms"]),
+               ms(row["ttft_reprefill_ms"]), ms(row["peer_restore_ttft_ms"]), ms(row["peer_reprefill_ms"]),
+               row["kv_bytes"].get<double>() / (1 << 20));
   }
 }
 
@@ -279,11 +286,20 @@ void AddBench(CLI::App& app, int& status) {
   CLI::App* bench = app.add_subcommand("bench", "measure");
   bench->require_subcommand(1);
   bench->footer("Example: qkvshare bench handoff --context 1024,4096,8192 --json");
-  CLI::App* command = bench->add_subcommand("handoff", "attach and go on, against reading again and against libllama's save and restore");
-  command->add_option("--context", options->contexts, "context lengths in tokens")->capture_default_str()->type_name("N,N,…");
-  command->add_option("--new", options->n_new, "new tokens that the consumer reads")->capture_default_str()->check(CLI::Range(1, 4096));
-  command->add_option("--attach-runs", options->attach_runs, "attaches measured per length")->capture_default_str()->check(CLI::Range(1, 100000));
-  command->add_option("--runs", options->runs, "runs behind each other median")->capture_default_str()->check(CLI::Range(1, 1000));
+  CLI::App* command = bench->add_subcommand(
+      "handoff", "attach and go on, against reading again and against libllama's save and restore");
+  command->add_option("--context", options->contexts, "context lengths in tokens")
+      ->capture_default_str()
+      ->type_name("N,N,…");
+  command->add_option("--new", options->n_new, "new tokens that the consumer reads")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 4096));
+  command->add_option("--attach-runs", options->attach_runs, "attaches measured per length")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 100000));
+  command->add_option("--runs", options->runs, "runs behind each other median")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1000));
   command->add_flag("--no-peer", options->no_peer, "do not run libllama");
   command->add_flag("--json", options->json, "print JSON");
   options->model.AddTo(*command);

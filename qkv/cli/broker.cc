@@ -40,7 +40,8 @@ int Run(const Options& options) {
   const std::string parent = std::filesystem::path(server_options.socket_path).parent_path().string();
   struct stat info {};
   if (!parent.empty() && ::stat(parent.c_str(), &info) == 0 && !S_ISDIR(info.st_mode)) {
-    return Fail({Code::kInvalidArgument, fmt::format("broker: '{}' is not a directory that could hold a socket", parent), {}});
+    return Fail(
+        {Code::kInvalidArgument, fmt::format("broker: '{}' is not a directory that could hold a socket", parent), {}});
   }
   auto server = BrokerServer::Start(server_options);
   if (!server) return Fail(server.error());
@@ -54,10 +55,15 @@ int Run(const Options& options) {
 
 void AddBroker(CLI::App& app, int& status) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand("broker", "let unrelated processes share contexts; prints one line of JSON per event");
+  CLI::App* command =
+      app.add_subcommand("broker", "let unrelated processes share contexts; prints one line of JSON per event");
   AddSocketOption(*command, options->socket);
-  command->add_option("--kv-budget", options->budget, "bytes of KV pages it keeps at most")->capture_default_str()->type_name("SIZE");
-  command->footer("Its output must be read, or go to a file: a pipe that nobody reads would hold it up.\nExample: qkvshare broker --kv-budget 2GiB");
+  command->add_option("--kv-budget", options->budget, "bytes of KV pages it keeps at most")
+      ->capture_default_str()
+      ->type_name("SIZE");
+  command->footer(
+      "Its output must be read, or go to a file: a pipe that nobody reads would hold it up.\nExample: qkvshare broker "
+      "--kv-budget 2GiB");
   command->callback([options, &status] { status = Run(*options); });
 }
 

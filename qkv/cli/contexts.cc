@@ -18,10 +18,13 @@ struct LsOptions {
   bool json = false;
 };
 
-std::string Mib(uint64_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
+std::string Mib(uint64_t bytes) {
+  return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20));
+}
 
 std::string Age(int64_t created_unix_ms) {
-  const auto now = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch());
+  const auto now =
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch());
   const int64_t seconds = (now.count() - created_unix_ms) / 1000;
   return seconds < 120 ? fmt::format("{} s", seconds) : fmt::format("{} min", seconds / 60);
 }
@@ -37,17 +40,25 @@ int Ls(const LsOptions& options) {
     json["budget_bytes"] = status->budget_bytes;
     json["contexts"] = nlohmann::ordered_json::array();
     for (const ContextInfo& c : status->contexts) {
-      json["contexts"].push_back({{"id", c.id}, {"name", c.name}, {"model", c.model}, {"kv", c.kv}, {"tokens", c.n_tokens},
-                                  {"bytes", c.bytes}, {"producer_pid", c.producer_pid}, {"created_unix_ms", c.created_unix_ms},
-                                  {"expires_unix_ms", c.expires_unix_ms}, {"pinned", c.pinned}, {"leases", c.n_leases}});
+      json["contexts"].push_back({{"id", c.id},
+                                  {"name", c.name},
+                                  {"model", c.model},
+                                  {"kv", c.kv},
+                                  {"tokens", c.n_tokens},
+                                  {"bytes", c.bytes},
+                                  {"producer_pid", c.producer_pid},
+                                  {"created_unix_ms", c.created_unix_ms},
+                                  {"expires_unix_ms", c.expires_unix_ms},
+                                  {"pinned", c.pinned},
+                                  {"leases", c.n_leases}});
     }
     fmt::print("{}\n", json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
     return 0;
   }
   fmt::print("{:<20} {:<34} {:>8} {:>12} {:<16} {:>7} {:>8}\n", "NAME", "ID", "TOKENS", "KV", "CODEC", "LEASES", "AGE");
   for (const ContextInfo& c : status->contexts) {
-    fmt::print("{:<20} {:<34} {:>8} {:>12} {:<16} {:>7} {:>8}\n", c.name, c.id, c.n_tokens, Mib(c.bytes), c.kv, c.n_leases,
-               Age(c.created_unix_ms));
+    fmt::print("{:<20} {:<34} {:>8} {:>12} {:<16} {:>7} {:>8}\n", c.name, c.id, c.n_tokens, Mib(c.bytes), c.kv,
+               c.n_leases, Age(c.created_unix_ms));
   }
   fmt::print("{} contexts, {} of {}\n", status->contexts.size(), Mib(status->used_bytes), Mib(status->budget_bytes));
   return 0;

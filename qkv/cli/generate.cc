@@ -16,7 +16,8 @@ struct Options {
 int Run(const Options& options) {
   auto request = options.turn.ToRequest();
   if (!request) return Fail(request.error());
-  if (request->prompt.empty()) return Fail({Code::kInvalidArgument, "generate: no prompt given (-p TEXT or -f FILE)", {}});
+  if (request->prompt.empty())
+    return Fail({Code::kInvalidArgument, "generate: no prompt given (-p TEXT or -f FILE)", {}});
   return RunTurn(options.model, options.turn, *request, nullptr);
 }
 

@@ -40,8 +40,12 @@ Json SegmentJson(const Segment& segment) {
   json["pages"] = Json::array();
   for (size_t i = 0; i < segment.pages().size(); ++i) {
     const PageEntry& page = segment.pages()[i];
-    json["pages"].push_back({{"kv", ToString(segment.codecs(i))}, {"tokens", page.tokens}, {"first_position", page.first_position},
-                             {"offset", page.offset}, {"bytes", page.bytes}, {"checksum", fmt::format("{:016x}", page.checksum)}});
+    json["pages"].push_back({{"kv", ToString(segment.codecs(i))},
+                             {"tokens", page.tokens},
+                             {"first_position", page.first_position},
+                             {"offset", page.offset},
+                             {"bytes", page.bytes},
+                             {"checksum", fmt::format("{:016x}", page.checksum)}});
   }
   return json;
 }
@@ -54,7 +58,8 @@ Result<Fd> OpenFile(const std::string& path) {
 
 bool LooksLikeSegment(const Fd& fd) {
   std::array<char, 8> magic{};
-  return ::pread(fd.get(), magic.data(), magic.size(), 0) == static_cast<ssize_t>(magic.size()) && magic == kSegmentMagic;
+  return ::pread(fd.get(), magic.data(), magic.size(), 0) == static_cast<ssize_t>(magic.size()) &&
+         magic == kSegmentMagic;
 }
 
 Result<CacheCard> ReadCardFile(const Fd& fd) {
@@ -112,7 +117,8 @@ Result<int> Verify(const Options& options) {
       failed += status ? 0 : 1;
       const std::string text = status ? "ok" : std::string(ReasonName(status.error().reason));
       if (options.json) {
-        json.push_back({{"segment", s}, {"page", page}, {"tokens", segments[s]->pages()[page].tokens}, {"status", text}});
+        json.push_back(
+            {{"segment", s}, {"page", page}, {"tokens", segments[s]->pages()[page].tokens}, {"status", text}});
       } else {
         fmt::print("segment {} page {} ({} tokens): {}\n", s, page, segments[s]->pages()[page].tokens, text);
       }
@@ -123,7 +129,9 @@ Result<int> Verify(const Options& options) {
 }
 
 void AddTarget(CLI::App& command, Options& options) {
-  command.add_option("what", options.what, "name or id of a context at the broker; with --file, a card or segment file")->required();
+  command
+      .add_option("what", options.what, "name or id of a context at the broker; with --file, a card or segment file")
+      ->required();
   command.add_flag("--file", options.file, "look at a file instead of asking the broker");
   AddSocketOption(command, options.socket);
 }

@@ -14,8 +14,9 @@ int main(int argc, char** argv) {
   app.set_version_flag("--version", "qkvshare " QKV_VERSION);
   app.require_subcommand(1);
   app.get_formatter()->column_width(34);
-  app.footer("Example: qkvshare run examples/writer_editor.yaml --compare\n"
-             "Every command explains itself: qkvshare COMMAND --help");
+  app.footer(
+      "Example: qkvshare run examples/writer_editor.yaml --compare\n"
+      "Every command explains itself: qkvshare COMMAND --help");
 
   int status = 0;
   qkv::cli::AddRun(app, status);

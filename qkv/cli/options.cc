@@ -50,13 +50,18 @@ Result<std::string> ReadPrompt(const std::string& path) {
 }  // namespace
 
 void ModelOptions::AddTo(CLI::App& app) {
-  app.add_option("-m,--model", model, "GGUF file of a Llama-family model (default: $QKVSHARE_MODEL, else the one that 'make setup' fetched)")
+  app.add_option("-m,--model", model,
+                 "GGUF file of a Llama-family model (default: $QKVSHARE_MODEL, else the one that 'make setup' fetched)")
       ->type_name("FILE");
   app.add_option("-c,--ctx-size", n_ctx, "context size in tokens (default: what the model was trained for)")
       ->check(CLI::Range(1, 1 << 24));
   app.add_option("-t,--threads", n_threads, "threads (default: all cores)")->check(CLI::Range(1, 512));
-  app.add_option("-b,--batch-size", n_batch, "tokens per step of a prefill")->capture_default_str()->check(CLI::Range(1, 1 << 16));
-  app.add_option("--kv", kv, "codec of the KV pages: one name, or k=NAME,v=NAME")->capture_default_str()->type_name("CODEC");
+  app.add_option("-b,--batch-size", n_batch, "tokens per step of a prefill")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 16));
+  app.add_option("--kv", kv, "codec of the KV pages: one name, or k=NAME,v=NAME")
+      ->capture_default_str()
+      ->type_name("CODEC");
 }
 
 void TurnOptions::AddTo(CLI::App& app) {
@@ -66,12 +71,22 @@ void TurnOptions::AddTo(CLI::App& app) {
       ->excludes(prompt_option);
   app.add_option("--system", system, "system message of a conversation's first turn")->type_name("TEXT");
   app.add_flag("--raw", raw, "the prompt is plain text: apply no chat template");
-  app.add_option("-n,--predict", max_tokens, "generate at most this many tokens")->capture_default_str()->check(CLI::Range(0, 1 << 24));
+  app.add_option("-n,--predict", max_tokens, "generate at most this many tokens")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1 << 24));
   app.add_flag("--ignore-eos", ignore_eos, "go on past the end-of-generation token");
-  app.add_option("--temp", sampling.temperature, "temperature (0: greedy)")->capture_default_str()->check(CLI::Range(0.0, 100.0));
-  app.add_option("--top-k", sampling.top_k, "sample among the k best (0: off)")->capture_default_str()->check(CLI::NonNegativeNumber);
-  app.add_option("--top-p", sampling.top_p, "sample among the best that make up p (1: off)")->capture_default_str()->check(CLI::Range(0.0, 1.0));
-  app.add_option("--min-p", sampling.min_p, "drop tokens below p times the best (0: off)")->capture_default_str()->check(CLI::Range(0.0, 1.0));
+  app.add_option("--temp", sampling.temperature, "temperature (0: greedy)")
+      ->capture_default_str()
+      ->check(CLI::Range(0.0, 100.0));
+  app.add_option("--top-k", sampling.top_k, "sample among the k best (0: off)")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--top-p", sampling.top_p, "sample among the best that make up p (1: off)")
+      ->capture_default_str()
+      ->check(CLI::Range(0.0, 1.0));
+  app.add_option("--min-p", sampling.min_p, "drop tokens below p times the best (0: off)")
+      ->capture_default_str()
+      ->check(CLI::Range(0.0, 1.0));
   app.add_option("-s,--seed", sampling.seed, "seed of the sampler")->capture_default_str();
   app.add_flag("--json", json, "print one JSON object instead of streaming text");
   app.add_flag("--logits-digest", logits_digest, "with --json: a digest over the bits of all logits, to compare runs");
@@ -93,7 +108,8 @@ Result<TurnRequest> TurnOptions::ToRequest() const {
 }
 
 void AddSocketOption(CLI::App& app, std::string& socket) {
-  app.add_option("--socket", socket, "the broker's Unix socket (default: $QKVSHARE_SOCKET, else a per-user path)")->type_name("PATH");
+  app.add_option("--socket", socket, "the broker's Unix socket (default: $QKVSHARE_SOCKET, else a per-user path)")
+      ->type_name("PATH");
 }
 
 Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket) {
@@ -117,7 +133,8 @@ Result<std::string> FindModel(const std::string& given) {
   }
   const std::string path = cache + "/" + kDefaultModel;
   if (::access(path.c_str(), R_OK) == 0) return path;
-  return Err(Code::kNotFound, "no model given (-m FILE or $QKVSHARE_MODEL), and '{}' is not there; 'make setup' fetches it", path);
+  return Err(Code::kNotFound,
+             "no model given (-m FILE or $QKVSHARE_MODEL), and '{}' is not there; 'make setup' fetches it", path);
 }
 
 Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options) {
@@ -131,7 +148,9 @@ Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::
   sequence.n_threads = options.n_threads > 0 ? options.n_threads : std::max(1u, std::thread::hardware_concurrency());
   sequence.n_batch = options.n_batch;
   QKV_ASSIGN_OR_RETURN(sequence.kv, ParseCodecPair(options.kv));
-  sequence.on_progress = [bar = std::make_shared<Progress>("reading")](size_t done, size_t total) { bar->Update(done, total); };
+  sequence.on_progress = [bar = std::make_shared<Progress>("reading")](size_t done, size_t total) {
+    bar->Update(done, total);
+  };
   return Sequence::Create(std::move(model), sequence);
 }
 

@@ -13,7 +13,9 @@ constexpr auto kQuiet = std::chrono::seconds(2);
 }
 
 Progress::Progress(std::string label) : label_(std::move(label)), terminal_(::isatty(STDERR_FILENO) == 1) {}
-Progress::~Progress() { Clear(); }
+Progress::~Progress() {
+  Clear();
+}
 
 void Progress::Update(size_t done, size_t total) {
   if (!terminal_) return;

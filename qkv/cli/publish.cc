@@ -21,7 +21,8 @@ struct Options {
 int Run(const Options& options) {
   auto request = options.turn.ToRequest();
   if (!request) return Fail(request.error());
-  if (request->prompt.empty()) return Fail({Code::kInvalidArgument, "publish: no prompt given (-p TEXT or -f FILE)", {}});
+  if (request->prompt.empty())
+    return Fail({Code::kInvalidArgument, "publish: no prompt given (-p TEXT or -f FILE)", {}});
   if (auto valid = ValidateContextName(options.name); !valid) return Fail(valid.error());
   auto broker = ConnectBroker(options.socket);
   if (!broker) return Fail(broker.error());
@@ -36,15 +37,18 @@ int Run(const Options& options) {
 
 void AddPublish(CLI::App& app, int& status) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand("publish", "read a prompt (and answer it), then hand the context to the broker under a name");
+  CLI::App* command =
+      app.add_subcommand("publish", "read a prompt (and answer it), then hand the context to the broker under a name");
   command->add_option("--name", options->name, "name of the context")->required();
-  command->add_flag("--hold", options->hold, "stay until a signal ends it (the context lives on without it all the same)");
+  command->add_flag("--hold", options->hold,
+                    "stay until a signal ends it (the context lives on without it all the same)");
   AddSocketOption(*command, options->socket);
   options->turn.max_tokens = 0;
   options->model.AddTo(*command);
   options->turn.AddTo(*command);
-  command->footer("Example: qkvshare publish --name report -f report.txt\n"
-                  "         qkvshare attach report -p 'What does the report recommend?'");
+  command->footer(
+      "Example: qkvshare publish --name report -f report.txt\n"
+      "         qkvshare attach report -p 'What does the report recommend?'");
   command->callback([options, &status] { status = Run(*options); });
 }
 

@@ -35,7 +35,9 @@ struct Options {
 };
 
 std::atomic<bool> stop_requested{false};  // a signal handler can reach nothing else
-void RequestStop(int) { stop_requested.store(true); }
+void RequestStop(int) {
+  stop_requested.store(true);
+}
 
 // Streamed text goes to stdout, who is speaking to stderr; agents that speak at the same time are kept on lines of their own.
 class Screen {
@@ -52,7 +54,9 @@ class Screen {
     switch (event.kind) {
       case FlowEvent::Kind::kReady: break;
       case FlowEvent::Kind::kStarted: Say("{} starts", event.agent); break;
-      case FlowEvent::Kind::kProgress: reading_.Update(static_cast<size_t>(event.done), static_cast<size_t>(event.total)); break;
+      case FlowEvent::Kind::kProgress:
+        reading_.Update(static_cast<size_t>(event.done), static_cast<size_t>(event.total));
+        break;
       case FlowEvent::Kind::kText:
         if (speaker_ != event.agent) {
           EndLine();
@@ -68,7 +72,8 @@ class Screen {
         Say("{}: {} tokens reused, {} read, first token after {:.0f} ms, {} tokens at {:.1f} tok/s{}", event.agent,
             r.tokens_reused, r.tokens_recomputed, r.ttft_ms, r.output_tokens.size(),
             r.decode_ms > 0 ? 1000.0 * static_cast<double>(r.output_tokens.size()) / r.decode_ms : 0.0,
-            r.reason == Reason::kNone ? "" : fmt::format("; read as text ({}): {}", ReasonName(r.reason), r.reason_detail));
+            r.reason == Reason::kNone ? ""
+                                      : fmt::format("; read as text ({}): {}", ReasonName(r.reason), r.reason_detail));
         break;
       }
       case FlowEvent::Kind::kFailed: Say("{} failed: {}", event.agent, event.error->message); break;
@@ -182,17 +187,22 @@ void AddRun(CLI::App& app, int& status) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("run", "run a flow of agents, one process each");
   command->add_option("flow", options->file, "the flow (YAML; see docs/FLOWS.md)")->required()->type_name("FILE");
-  command->add_flag("--compare", options->compare, "run it with text handoff as well, then with each codec, and print both");
+  command->add_flag("--compare", options->compare,
+                    "run it with text handoff as well, then with each codec, and print both");
   command->add_option("--mode", options->mode, "without --compare: how contexts go from agent to agent")
       ->check(CLI::IsMember({"handoff", "text"}))
       ->capture_default_str();
-  command->add_option("--json", options->json_file, "write everything that the table shows to a file")->type_name("FILE");
+  command->add_option("--json", options->json_file, "write everything that the table shows to a file")
+      ->type_name("FILE");
   command->add_flag("-q,--quiet", options->quiet, "only the closing table");
   command->add_option("-m,--model", options->model, "GGUF file; overrides the flow's")->type_name("FILE");
-  command->add_option("-c,--ctx-size", options->n_ctx, "context size in tokens; overrides the flow's")->check(CLI::Range(1, 1 << 24));
-  command->add_option("-t,--threads", options->n_threads, "threads per agent; overrides the flow's")->check(CLI::Range(1, 512));
+  command->add_option("-c,--ctx-size", options->n_ctx, "context size in tokens; overrides the flow's")
+      ->check(CLI::Range(1, 1 << 24));
+  command->add_option("-t,--threads", options->n_threads, "threads per agent; overrides the flow's")
+      ->check(CLI::Range(1, 512));
   command->add_option("--kv", options->kv, "without --compare: codec of the pages")->type_name("CODEC");
-  command->add_option("--socket", options->socket, "an existing broker's socket (default: one of its own)")->type_name("PATH");
+  command->add_option("--socket", options->socket, "an existing broker's socket (default: one of its own)")
+      ->type_name("PATH");
   command->footer("Example: qkvshare run examples/writer_editor.yaml --compare --json report.json");
   command->callback([options, &status] {
     const Result<int> done = Run(*options);

@@ -31,7 +31,8 @@ std::string TurnToJson(const TurnResult& result) {
   return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const TurnRequest& request, BrokerClient* broker) {
+int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const TurnRequest& request,
+            BrokerClient* broker) {
   if (auto kv = ParseCodecPair(model_options.kv); !kv) return Fail(kv.error());  // before anything that takes time
   auto model = LoadModel(model_options);
   if (!model) return Fail(model.error());
@@ -47,7 +48,8 @@ int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const Tu
   const auto result = agent.Run(request, turn.json ? std::function<bool(std::string_view)>{} : print);
   if (!result) {
     Error error = result.error();
-    if (!request.inherits.empty() && error.reason != Reason::kNone) error.message += fmt::format(" ({})", ReasonName(error.reason));
+    if (!request.inherits.empty() && error.reason != Reason::kNone)
+      error.message += fmt::format(" ({})", ReasonName(error.reason));
     return Fail(error);
   }
   if (turn.json) {

@@ -28,46 +28,78 @@ constexpr bool IsHeadDim(int head_dim) {
   return head_dim >= kMinHeadDim && head_dim <= kMaxHeadDim && head_dim % 16 == 0;
 }
 
-constexpr size_t RoundUp64(size_t bytes) { return (bytes + 63) / 64 * 64; }
-constexpr size_t Size(int number) { return static_cast<size_t>(number); }
+constexpr size_t RoundUp64(size_t bytes) {
+  return (bytes + 63) / 64 * 64;
+}
+constexpr size_t Size(int number) {
+  return static_cast<size_t>(number);
+}
 
 // f16
-constexpr size_t F16Bytes(int head_dim) { return 64 * Size(head_dim); }
-constexpr size_t F16KOffset(int t, int c) { return 64 * Size(c) + 2 * Size(t); }
-constexpr size_t F16VOffset(int t, int c, int head_dim) { return 2 * (Size(t) * Size(head_dim) + Size(c)); }
+constexpr size_t F16Bytes(int head_dim) {
+  return 64 * Size(head_dim);
+}
+constexpr size_t F16KOffset(int t, int c) {
+  return 64 * Size(c) + 2 * Size(t);
+}
+constexpr size_t F16VOffset(int t, int c, int head_dim) {
+  return 2 * (Size(t) * Size(head_dim) + Size(c));
+}
 
 // i8, i8-channel, i8-tensor. "Tensor" is the block: one layer and KV head of a page.
-constexpr size_t I8ScaleOffset(int head_dim) { return 32 * Size(head_dim); }
+constexpr size_t I8ScaleOffset(int head_dim) {
+  return 32 * Size(head_dim);
+}
 constexpr int I8ScaleCount(CodecId id, int head_dim) {
   return id == CodecId::kI8Channel ? head_dim : id == CodecId::kI8Tensor ? 1 : kPageTokens;
 }
 constexpr size_t I8Bytes(CodecId id, int head_dim) {
   return I8ScaleOffset(head_dim) + RoundUp64(2 * Size(I8ScaleCount(id, head_dim)));
 }
-constexpr size_t I8KOffset(int t, int c) { return 64 * Size(c / 2) + 2 * Size(t) + Size(c % 2); }
+constexpr size_t I8KOffset(int t, int c) {
+  return 64 * Size(c / 2) + 2 * Size(t) + Size(c % 2);
+}
 constexpr size_t I8VOffset(int t, int c, int head_dim) {
   return 2 * (Size(t / 2) * Size(head_dim) + Size(c)) + Size(t % 2);
 }
 
 // i4, i4z. A group is a run of channels with one scale: 32 of them where D is a multiple of 64, else half of D.
-constexpr int I4Groups(int head_dim) { return head_dim % 64 == 0 ? head_dim / 32 : 2; }
-constexpr int I4GroupChannels(int head_dim) { return head_dim / I4Groups(head_dim); }
-constexpr size_t I4ScaleOffset(int head_dim) { return 16 * Size(head_dim); }
-constexpr size_t I4MinOffset(int head_dim) { return I4ScaleOffset(head_dim) + 64 * Size(I4Groups(head_dim)); }
-constexpr size_t I4Bytes(int head_dim) { return I4MinOffset(head_dim); }
-constexpr size_t I4ZBytes(int head_dim) { return I4MinOffset(head_dim) + 64 * Size(I4Groups(head_dim)); }
+constexpr int I4Groups(int head_dim) {
+  return head_dim % 64 == 0 ? head_dim / 32 : 2;
+}
+constexpr int I4GroupChannels(int head_dim) {
+  return head_dim / I4Groups(head_dim);
+}
+constexpr size_t I4ScaleOffset(int head_dim) {
+  return 16 * Size(head_dim);
+}
+constexpr size_t I4MinOffset(int head_dim) {
+  return I4ScaleOffset(head_dim) + 64 * Size(I4Groups(head_dim));
+}
+constexpr size_t I4Bytes(int head_dim) {
+  return I4MinOffset(head_dim);
+}
+constexpr size_t I4ZBytes(int head_dim) {
+  return I4MinOffset(head_dim) + 64 * Size(I4Groups(head_dim));
+}
 // Index into scale and minimum.
-constexpr int I4ScaleIndex(int t, int c, int head_dim) { return c / I4GroupChannels(head_dim) * kPageTokens + t; }
+constexpr int I4ScaleIndex(int t, int c, int head_dim) {
+  return c / I4GroupChannels(head_dim) * kPageTokens + t;
+}
 // The byte that holds a code, and how far the code is shifted left in it (0 or 4).
 constexpr size_t I4KOffset(int t, int c, int head_dim) {
   const int low = c % (head_dim / 2);
   return 128 * Size(low / 4) + 4 * Size(t) + Size(low % 4);
 }
-constexpr int I4KShift(int c, int head_dim) { return c < head_dim / 2 ? 0 : 4; }
+constexpr int I4KShift(int c, int head_dim) {
+  return c < head_dim / 2 ? 0 : 4;
+}
 constexpr size_t I4VOffset(int t, int c, int head_dim) {
   return 4 * (Size(t / 8) * Size(head_dim) + Size(c)) + 2 * Size(t % 2) + Size(t / 4 % 2);
 }
-constexpr int I4VShift(int t) { return t / 2 % 2 * 4; }
+constexpr int I4VShift(int t) {
+  return t / 2 % 2 * 4;
+}
 
 constexpr size_t BlockBytes(CodecId id, int head_dim) {
   switch (id) {

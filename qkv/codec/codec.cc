@@ -68,7 +68,9 @@ Result<CodecId> ParseCodec(std::string_view name) {
 
 }  // namespace
 
-std::span<const Codec> Codecs() { return kCodecs; }
+std::span<const Codec> Codecs() {
+  return kCodecs;
+}
 
 const Codec* FindCodec(uint8_t id) {
   const auto it = std::ranges::find(kCodecs, static_cast<CodecId>(id), &Codec::id);

@@ -20,8 +20,8 @@
 
 namespace qkv {
 
-inline constexpr int kPageTokens = 32;   // FORMAT.md §3; a change bumps the segment version
-inline constexpr int kMinHeadDim = 32;   // head_dim is a multiple of 16 in [kMinHeadDim, kMaxHeadDim]
+inline constexpr int kPageTokens = 32;  // FORMAT.md §3; a change bumps the segment version
+inline constexpr int kMinHeadDim = 32;  // head_dim is a multiple of 16 in [kMinHeadDim, kMaxHeadDim]
 inline constexpr int kMaxHeadDim = 256;
 
 enum class Side : uint8_t { kK, kV };

@@ -136,7 +136,9 @@ struct Data {
   std::function<float(std::mt19937_64&, int t, int c)> value;
 };
 
-float Gaussian(std::mt19937_64& random) { return std::normal_distribution<float>()(random); }
+float Gaussian(std::mt19937_64& random) {
+  return std::normal_distribution<float>()(random);
+}
 
 std::vector<Data> AllData() {
   constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -183,15 +185,21 @@ std::vector<float> Rows(const Data& data, int tokens, int head_dim) {
   return rows;
 }
 
-double Sanitized(float x) { return std::isnan(x) ? 0 : std::clamp<double>(x, -65504, 65504); }
+double Sanitized(float x) {
+  return std::isnan(x) ? 0 : std::clamp<double>(x, -65504, 65504);
+}
 
 // ---- error bounds ----
 
 // How far a half can be from x.
-double HalfRounding(double x) { return std::max(std::abs(x) * 0x1p-11, 0x1p-25); }
+double HalfRounding(double x) {
+  return std::max(std::abs(x) * 0x1p-11, 0x1p-25);
+}
 
 // Of arithmetic in fp32 on numbers up to x: a few roundings.
-double FloatRounding(double x) { return std::abs(x) * 0x1p-21; }
+double FloatRounding(double x) {
+  return std::abs(x) * 0x1p-21;
+}
 
 double Bound(CodecId id, const std::vector<float>& rows, int t, int c, int tokens, int head_dim) {
   const auto at = [&](int token, int channel) {
@@ -269,16 +277,15 @@ class EveryCodec : public ::testing::TestWithParam<std::tuple<CodecId, int>> {
   const Codec& codec_ = CodecOf(id_);
 };
 
-INSTANTIATE_TEST_SUITE_P(
-    Codec, EveryCodec,
-    ::testing::Combine(::testing::Values(CodecId::kF16, CodecId::kI8, CodecId::kI8Channel, CodecId::kI8Tensor,
-                                         CodecId::kI4, CodecId::kI4Z),
-                       ::testing::ValuesIn(kHeadDims)),
-    [](const auto& info) {
-      std::string name(CodecOf(std::get<0>(info.param)).name);
-      std::replace(name.begin(), name.end(), '-', '_');
-      return name + "_" + std::to_string(std::get<1>(info.param));
-    });
+INSTANTIATE_TEST_SUITE_P(Codec, EveryCodec,
+                         ::testing::Combine(::testing::Values(CodecId::kF16, CodecId::kI8, CodecId::kI8Channel,
+                                                              CodecId::kI8Tensor, CodecId::kI4, CodecId::kI4Z),
+                                            ::testing::ValuesIn(kHeadDims)),
+                         [](const auto& info) {
+                           std::string name(CodecOf(std::get<0>(info.param)).name);
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name + "_" + std::to_string(std::get<1>(info.param));
+                         });
 
 TEST_P(EveryCodec, TakesExactlyTheBytesOfItsFormula) {
   EXPECT_EQ(codec_.block_bytes(head_dim_), ExpectedBytes(id_, head_dim_));
@@ -515,7 +522,7 @@ TEST(Layout, OffsetsCoverEveryPlaceOfABlockExactlyOnce) {
 
 TEST(Rounding, CodesGoToTheNearestAndTiesToEven) {
   std::vector<float> rows(64);
-  const std::pair<float, int> cases[] = {{0.5f, 0},   {1.5f, 2},  {2.5f, 2},  {-0.5f, 0},
+  const std::pair<float, int> cases[] = {{0.5f, 0},   {1.5f, 2},  {2.5f, 2}, {-0.5f, 0},
                                          {-1.5f, -2}, {0.51f, 1}, {2.49f, 2}};
   for (size_t i = 0; i < std::size(cases); ++i) rows[i + 1] = cases[i].first;
   for (const CodecId id : {CodecId::kI8, CodecId::kI4, CodecId::kI4Z}) {

@@ -19,7 +19,9 @@ float Sanitized(float value) {
   return std::clamp(value, -kHalfMax, kHalfMax);
 }
 
-void StoreHalf(uint16_t half, std::byte* to) { std::memcpy(to, &half, sizeof half); }
+void StoreHalf(uint16_t half, std::byte* to) {
+  std::memcpy(to, &half, sizeof half);
+}
 float LoadHalf(const std::byte* from) {
   uint16_t half;
   std::memcpy(&half, from, sizeof half);
@@ -32,9 +34,13 @@ uint16_t StoredHalf(float value) {
   return half == 0x8000 ? uint16_t{0} : half;
 }
 
-float Inverse(float scale) { return scale == 0 ? 0 : 1 / scale; }
+float Inverse(float scale) {
+  return scale == 0 ? 0 : 1 / scale;
+}
 
-float Rounded(float value, float low, float high) { return std::clamp(std::nearbyint(value), low, high); }
+float Rounded(float value, float low, float high) {
+  return std::clamp(std::nearbyint(value), low, high);
+}
 
 size_t F16Offset(Side side, int t, int c, int head_dim) {
   return side == Side::kK ? blocks::F16KOffset(t, c) : blocks::F16VOffset(t, c, head_dim);

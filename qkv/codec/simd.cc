@@ -381,7 +381,7 @@ void EncodeI4(CodecId id, Side side, const float* rows, int tokens, int head_dim
 
 // The nibble at bit kShift of each lane, as a value.
 template <int kShift>
-hn::Vec<Narrow> Nibble(hn::Vec<hn::Rebind<uint32_t, Narrow>> x, hn::Vec<Narrow> scale, hn::Vec<Narrow> base) {
+hn::Vec<Narrow> Nibble(hn::Vec<hn::Rebind<uint32_t, Narrow> > x, hn::Vec<Narrow> scale, hn::Vec<Narrow> base) {
   const Narrow d;
   const hn::Rebind<uint32_t, Narrow> du32;
   const hn::Rebind<int32_t, Narrow> di32;
@@ -480,7 +480,9 @@ void UnpackBlock(CodecId id, Side side, const std::byte* block, int head_dim, fl
 
 #endif
 
-const char* Name() { return hwy::TargetName(HWY_TARGET); }
+const char* Name() {
+  return hwy::TargetName(HWY_TARGET);
+}
 
 }  // namespace HWY_NAMESPACE
 }  // namespace qkv::simd
@@ -501,7 +503,9 @@ void Unpack(CodecId id, Side side, const std::byte* block, int head_dim, float* 
   HWY_DYNAMIC_DISPATCH(UnpackBlock)(id, side, block, head_dim, panel);
 }
 
-std::string_view TargetName() { return HWY_DYNAMIC_DISPATCH(Name)(); }
+std::string_view TargetName() {
+  return HWY_DYNAMIC_DISPATCH(Name)();
+}
 
 }  // namespace qkv::simd
 #endif  // HWY_ONCE

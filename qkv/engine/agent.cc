@@ -13,7 +13,9 @@ namespace qkv {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-double MsSince(Clock::time_point start) { return std::chrono::duration<double, std::milli>(Clock::now() - start).count(); }
+double MsSince(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
 
 // The bytes of a card's descriptor. Sealed, so that they can't change between the check and the use; the copy is what is
 // parsed all the same.
@@ -78,9 +80,11 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
   const auto check_room = [&](size_t n_context, size_t n_new) -> Status {
     const size_t needed = n_context + n_new + static_cast<size_t>(std::max(request.max_tokens, 0));
     if (needed <= static_cast<size_t>(sequence_->n_ctx())) return {};
-    return Err(Code::kInvalidArgument, Reason::kTooLong,
-               "{} tokens of context, {} of prompt and up to {} of output are {}, the context size is {}; raise it (-c) or "
-               "shorten the prompt", n_context, n_new, request.max_tokens, needed, sequence_->n_ctx());
+    return Err(
+        Code::kInvalidArgument, Reason::kTooLong,
+        "{} tokens of context, {} of prompt and up to {} of output are {}, the context size is {}; raise it (-c) or "
+        "shorten the prompt",
+        n_context, n_new, request.max_tokens, needed, sequence_->n_ctx());
   };
 
   std::vector<Token> history = request.history;
@@ -98,7 +102,8 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
       attached = sequence_->Attach(*context);
       // For the text fallback, tokens are as good as text if both sides mean the same by them.
       const bool same_tokens = context->card.model().tokenizer_digest() == model_->identity().tokenizer_digest();
-      if (history.empty() && same_tokens) history.assign(context->card.token_ids().begin(), context->card.token_ids().end());
+      if (history.empty() && same_tokens)
+        history.assign(context->card.token_ids().begin(), context->card.token_ids().end());
     }
     result.attach_ms = MsSince(start);
     if (attached) {
@@ -117,7 +122,8 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
     if (result.reason == Reason::kNone) result.reason = Reason::kPeerLost;  // the system, not the context, refused
     if (request.on_miss == OnMiss::kFail) return attached;
     if (history.empty()) {
-      return Err(attached.error().code, result.reason, "{}; and there is no text to fall back to", result.reason_detail);
+      return Err(attached.error().code, result.reason, "{}; and there is no text to fall back to",
+                 result.reason_detail);
     }
     result.mode = HandoffMode::kText;
   } else if (!history.empty()) {
@@ -181,7 +187,8 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
   if (pending) result.context_tokens.push_back(result.output_tokens.back());
   if (!request.publish_as.empty()) {
     const auto publish_start = Clock::now();
-    if (broker_ == nullptr) return Err(Code::kInvalidArgument, "there is no broker to publish '{}' to", request.publish_as);
+    if (broker_ == nullptr)
+      return Err(Code::kInvalidArgument, "there is no broker to publish '{}' to", request.publish_as);
     if (pending) QKV_RETURN_IF_ERROR(sequence_->Forward({&result.output_tokens.back(), 1}));
     Sequence::PublishInfo info;
     info.name = request.publish_as;

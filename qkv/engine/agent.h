@@ -27,7 +27,7 @@ struct TurnRequest {
   std::string prompt;  // empty: go on without a new turn
   bool raw = false;    // prompt is plain text, no chat template
   int max_tokens = 256;
-  bool ignore_eos = false;  // generate max_tokens whatever comes; for benchmarks and tests
+  bool ignore_eos = false;     // generate max_tokens whatever comes; for benchmarks and tests
   bool digest_logits = false;  // fill in TurnResult::logits_digest
   Sampling sampling;
 
@@ -44,7 +44,7 @@ struct TurnRequest {
 
 struct TurnResult {
   std::string text;
-  std::vector<Token> output_tokens;  // without the end-of-generation token
+  std::vector<Token> output_tokens;   // without the end-of-generation token
   std::vector<Token> context_tokens;  // everything read, output included
   bool stopped_by_eos = false;
   std::string logits_digest;  // XXH3-128 over the logits behind every sampled token: equal if all bits are
@@ -54,12 +54,12 @@ struct TurnResult {
   std::string reason_detail;              // the error behind the reason
   int64_t tokens_reused = 0;
   int64_t tokens_recomputed = 0;  // prompt tokens read in this turn (not the generated ones)
-  double attach_ms = 0;  // broker round trip, card, mapping
-  double ttft_ms = 0;    // from the start of the turn to the first token, attach included
-  double decode_ms = 0;  // from the first token to the last
+  double attach_ms = 0;           // broker round trip, card, mapping
+  double ttft_ms = 0;             // from the start of the turn to the first token, attach included
+  double decode_ms = 0;           // from the first token to the last
   double publish_ms = 0;
-  std::string context_id;  // of what was published
-  uint64_t kv_bytes = 0;   // all pages and tail that this context reads
+  std::string context_id;     // of what was published
+  uint64_t kv_bytes = 0;      // all pages and tail that this context reads
   uint64_t own_kv_bytes = 0;  // of which this process wrote
 };
 

@@ -39,8 +39,9 @@ LlamaGraph::LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logi
 
   const auto rope = [&](ggml_tensor* x, int n_heads) {
     x = ggml_reshape_3d(ctx, x, p.head_dim, n_heads, n_tokens);
-    return ggml_rope_ext(ctx, x, positions_, model.rope_factors, p.rope_dims, kRopeInterleaved, p.n_ctx_train, p.rope_base,
-                         p.rope_scale, /*ext_factor=*/0, /*attn_factor=*/1, /*beta_fast=*/32, /*beta_slow=*/1);
+    return ggml_rope_ext(ctx, x, positions_, model.rope_factors, p.rope_dims, kRopeInterleaved, p.n_ctx_train,
+                         p.rope_base, p.rope_scale, /*ext_factor=*/0, /*attn_factor=*/1, /*beta_fast=*/32,
+                         /*beta_slow=*/1);
   };
 
   ggml_tensor* residual = ggml_get_rows(ctx, model.token_embedding, tokens_);
@@ -55,8 +56,8 @@ LlamaGraph::LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logi
     ggml_tensor* appended = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, append_args, 2, ops[il].append,
                                            GGML_N_TASKS_MAX, ops[il].userdata);
     ggml_tensor* attend_args[] = {q, appended};
-    x = ggml_custom_4d(ctx, GGML_TYPE_F32, int64_t{p.n_heads} * p.head_dim, n_tokens, 1, 1, attend_args, 2, ops[il].attend,
-                       GGML_N_TASKS_MAX, ops[il].userdata);
+    x = ggml_custom_4d(ctx, GGML_TYPE_F32, int64_t{p.n_heads} * p.head_dim, n_tokens, 1, 1, attend_args, 2,
+                       ops[il].attend, GGML_N_TASKS_MAX, ops[il].userdata);
     x = ggml_custom_inplace(ctx, x, nullptr, 0, ops[il].merge, GGML_N_TASKS_MAX, ops[il].userdata);
 
     if (il == p.n_layers - 1 && !all_logits && n_tokens > 1) {  // nobody reads the other rows any more

@@ -35,7 +35,9 @@ class LlamaGraph {
   bool all_logits() const { return all_logits_; }
   ggml_cgraph* graph() const { return graph_; }
   std::span<int32_t> tokens() const { return {static_cast<int32_t*>(tokens_->data), static_cast<size_t>(n_tokens_)}; }
-  std::span<int32_t> positions() const { return {static_cast<int32_t*>(positions_->data), static_cast<size_t>(n_tokens_)}; }
+  std::span<int32_t> positions() const {
+    return {static_cast<int32_t*>(positions_->data), static_cast<size_t>(n_tokens_)};
+  }
   std::span<const float> logits() const {  // [1 or n_tokens][n_vocab]
     return {static_cast<const float*>(logits_->data), static_cast<size_t>(ggml_nelements(logits_))};
   }

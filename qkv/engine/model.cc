@@ -56,7 +56,9 @@ class Keys {
   std::string prefix_;
 };
 
-std::string Hex(const XXH128_hash_t& hash) { return fmt::format("{:016x}{:016x}", hash.high64, hash.low64); }
+std::string Hex(const XXH128_hash_t& hash) {
+  return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
+}
 
 // Over keys and values of everything that decides how text becomes tokens.
 std::string TokenizerDigest(const gguf_context* gguf) {
@@ -101,7 +103,8 @@ Result<HyperParams> ReadParams(const gguf_context* gguf) {
   p.name = Keys(gguf, "").String("general.name");
   const Keys keys(gguf, p.architecture + ".");
   if (keys.Number("expert_count").value_or(0) > 0) {
-    return Err(Code::kIncompatible, "mixture-of-experts models ({} experts) are not supported", *keys.Number("expert_count"));
+    return Err(Code::kIncompatible, "mixture-of-experts models ({} experts) are not supported",
+               *keys.Number("expert_count"));
   }
   QKV_ASSIGN_OR_RETURN(p.n_ctx_train, keys.Count("context_length", 1, 1 << 30));
   QKV_ASSIGN_OR_RETURN(p.n_embd, keys.Count("embedding_length", 32, 1 << 20));
@@ -128,7 +131,8 @@ Result<HyperParams> ReadParams(const gguf_context* gguf) {
     return Err(Code::kInvalidArgument, "{} attention heads are not a multiple of {} KV heads", p.n_heads, p.n_kv_heads);
   }
   if (p.n_heads / p.n_kv_heads > 16) {
-    return Err(Code::kIncompatible, "{} query heads per KV head are not supported (at most 16)", p.n_heads / p.n_kv_heads);
+    return Err(Code::kIncompatible, "{} query heads per KV head are not supported (at most 16)",
+               p.n_heads / p.n_kv_heads);
   }
   if (auto status = ValidateGeometry({p.n_layers, p.n_kv_heads, p.head_dim}); !status) {
     return Err(Code::kIncompatible, "{}", status.error().message);
@@ -180,8 +184,12 @@ Result<Fd> OpenGguf(const std::string& path) {
 
 Model::Model(std::unique_ptr<Internal> internal) : internal_(std::move(internal)) {}
 Model::~Model() = default;
-const std::string& Model::path() const { return internal_->path; }
-const HyperParams& Model::params() const { return internal_->params; }
+const std::string& Model::path() const {
+  return internal_->path;
+}
+const HyperParams& Model::params() const {
+  return internal_->params;
+}
 Geometry Model::geometry() const {
   return {internal_->params.n_layers, internal_->params.n_kv_heads, internal_->params.head_dim};
 }
@@ -220,7 +228,8 @@ Result<std::shared_ptr<const Model>> Model::Load(const std::string& path) {
     ggml_tensor* tensor = ggml_get_tensor(tensors, gguf_get_tensor_name(m->gguf.get(), i));
     const size_t offset = gguf_get_tensor_offset(m->gguf.get(), i);
     const size_t bytes = ggml_nbytes(tensor);
-    if (offset > m->file.size() || data_offset > m->file.size() - offset || bytes > m->file.size() - offset - data_offset) {
+    if (offset > m->file.size() || data_offset > m->file.size() - offset ||
+        bytes > m->file.size() - offset - data_offset) {
       return fail({Code::kInvalidArgument,
                    fmt::format("truncated: tensor '{}' ends at byte {}, the file has {}", tensor->name,
                                data_offset + offset + bytes, m->file.size()),
@@ -265,9 +274,10 @@ Result<std::shared_ptr<const Model>> Model::Load(const std::string& path) {
   if (!m->vocab_model) return fail({Code::kInvalidArgument, "libllama cannot read its vocabulary", {}});
   m->vocab = llama_model_get_vocab(m->vocab_model.get());
   if (llama_vocab_n_tokens(m->vocab) > p.n_vocab) {
-    return fail({Code::kInvalidArgument,
-                 fmt::format("the vocabulary has {} tokens, the embedding table {}", llama_vocab_n_tokens(m->vocab), p.n_vocab),
-                 {}});
+    return fail(
+        {Code::kInvalidArgument,
+         fmt::format("the vocabulary has {} tokens, the embedding table {}", llama_vocab_n_tokens(m->vocab), p.n_vocab),
+         {}});
   }
   if (const char* text = llama_model_chat_template(m->vocab_model.get(), nullptr)) m->chat_template = text;
   return std::shared_ptr<const Model>(new Model(std::move(m)));

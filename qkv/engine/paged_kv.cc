@@ -24,7 +24,9 @@ double MsSince(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
-void PagedKv::AlignedFree::operator()(std::byte* p) const { std::free(p); }
+void PagedKv::AlignedFree::operator()(std::byte* p) const {
+  std::free(p);
+}
 
 PagedKv::PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest)
     : geometry_(geometry),
@@ -235,7 +237,8 @@ Result<std::vector<SegmentSpan>> PagedKv::SealAll() {
     PageRecord& record = records_[i];
     if (record.writer_serial >= 0) record.segment = sealed_[std::exchange(record.writer_serial, -1)];
     // A span is a run of pages of which only the last may be used in part.
-    const bool goes_on = i > 0 && records_[i - 1].segment == record.segment && records_[i - 1].page + 1 == record.page &&
+    const bool goes_on = i > 0 && records_[i - 1].segment == record.segment &&
+                         records_[i - 1].page + 1 == record.page &&
                          records_[i - 1].tokens == record.segment->pages()[record.page - 1].tokens;
     if (!goes_on) spans.push_back({record.segment, record.page, 0, 0});
     spans.back().n_pages += 1;
@@ -271,7 +274,8 @@ Status PagedKv::Truncate(int n_tokens) {
 uint64_t PagedKv::shared_bytes() const {
   uint64_t bytes = 0;
   for (const PageRecord& record : records_) {
-    const bool own = record.writer_serial >= 0 || std::find(sealed_.begin(), sealed_.end(), record.segment) != sealed_.end();
+    const bool own =
+        record.writer_serial >= 0 || std::find(sealed_.begin(), sealed_.end(), record.segment) != sealed_.end();
     if (!own) bytes += record.segment->pages()[record.page].bytes;
   }
   return bytes;
@@ -280,7 +284,8 @@ uint64_t PagedKv::shared_bytes() const {
 uint64_t PagedKv::own_bytes() const {
   uint64_t bytes = 0;
   for (const PageRecord& record : records_) {
-    const bool own = record.writer_serial >= 0 || std::find(sealed_.begin(), sealed_.end(), record.segment) != sealed_.end();
+    const bool own =
+        record.writer_serial >= 0 || std::find(sealed_.begin(), sealed_.end(), record.segment) != sealed_.end();
     if (own) bytes += layout_.bytes;
   }
   return bytes;
@@ -338,7 +343,8 @@ PagedKv::Encoded PagedKv::Encode(const Job& job) {
 
 Status PagedKv::OpenWriter() {
   const uint64_t wanted = std::min(kFirstSegmentBytes << std::min<size_t>(sealed_.size(), 8), kLastSegmentBytes);
-  const uint64_t at_least = 2 * layout_.bytes + (uint64_t{1} << 20);  // header, table and a page however large the model
+  const uint64_t at_least =
+      2 * layout_.bytes + (uint64_t{1} << 20);  // header, table and a page however large the model
   QKV_ASSIGN_OR_RETURN(writer_, SegmentWriter::Create(geometry_, std::max(wanted, at_least), model_digest_));
   writer_serial_ = static_cast<int>(sealed_.size());
   return {};

@@ -36,8 +36,12 @@ struct Peer::Impl {
 
 Peer::Peer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Peer::~Peer() = default;
-std::span<const float> Peer::logits() const { return impl_->logits; }
-std::span<const float> Peer::all_logits() const { return impl_->all_logits; }
+std::span<const float> Peer::logits() const {
+  return impl_->logits;
+}
+std::span<const float> Peer::all_logits() const {
+  return impl_->all_logits;
+}
 
 Result<std::unique_ptr<Peer>> Peer::Load(const std::string& path) {
   llama_log_set(IgnoreLog, nullptr);
@@ -63,7 +67,8 @@ Status Peer::Reset(const PeerOptions& options) {
   params.no_perf = true;
   if (impl_->context != nullptr) llama_free(std::exchange(impl_->context, nullptr));
   impl_->context = llama_init_from_model(impl_->model, params);
-  if (impl_->context == nullptr) return Err(Code::kExhausted, "libllama cannot make a context of {} tokens", options.n_ctx);
+  if (impl_->context == nullptr)
+    return Err(Code::kExhausted, "libllama cannot make a context of {} tokens", options.n_ctx);
   impl_->n_batch = options.n_batch;
   return {};
 }

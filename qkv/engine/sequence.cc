@@ -120,7 +120,8 @@ void MergeOp(ggml_tensor* dst, int /*ith*/, int /*nth*/, void* userdata) {
 }
 
 int64_t NowUnixMs() {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch())
+      .count();
 }
 
 std::string CpuFeatures() {
@@ -218,7 +219,8 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   if (options.n_threads < 1 || options.n_threads > GGML_MAX_N_THREADS) {
     return Err(Code::kInvalidArgument, "{} threads, expected 1 to {}", options.n_threads, GGML_MAX_N_THREADS);
   }
-  if (options.n_batch < 1) return Err(Code::kInvalidArgument, "batch of {} tokens, expected at least 1", options.n_batch);
+  if (options.n_batch < 1)
+    return Err(Code::kInvalidArgument, "batch of {} tokens, expected at least 1", options.n_batch);
   auto impl = std::make_unique<Impl>();
   const HyperParams& p = model->params();
   ggml_threadpool_params pool_params = ggml_threadpool_params_default(options.n_threads);
@@ -226,7 +228,8 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   // just when it is asked for a context.
   pool_params.paused = true;
   impl->pool.reset(ggml_threadpool_new(&pool_params));
-  if (impl->pool == nullptr) return Err(Code::kExhausted, Reason::kPoolFull, "could not start {} threads", options.n_threads);
+  if (impl->pool == nullptr)
+    return Err(Code::kExhausted, Reason::kPoolFull, "could not start {} threads", options.n_threads);
   impl->options = options;
   impl->kv = std::make_unique<PagedKv>(model->geometry(), options.kv, model->weights_digest());
   impl->shape = {p.n_heads, p.n_kv_heads, p.head_dim, 1.0f / std::sqrt(static_cast<float>(p.head_dim))};
@@ -259,12 +262,12 @@ Status Sequence::Attach(const Context& context) {
   for (int i = 0; i < card.segments_size(); ++i) {
     const Segment& segment = *context.segments[i];
     if (segment.digest() != card.segments(i).digest()) {
-      return Err(Code::kCorrupt, Reason::kChecksum, "segment {} of context '{}' has digest {}, its card says {}", i, card.id(),
-                 segment.digest(), card.segments(i).digest());
+      return Err(Code::kCorrupt, Reason::kChecksum, "segment {} of context '{}' has digest {}, its card says {}", i,
+                 card.id(), segment.digest(), card.segments(i).digest());
     }
     if (segment.geometry() != s.model->geometry() || segment.header().model_digest != s.model->weights_digest()) {
-      return Err(Code::kIncompatible, Reason::kModelMismatch, "segment {} of context '{}' was written by another model", i,
-                 card.id());
+      return Err(Code::kIncompatible, Reason::kModelMismatch, "segment {} of context '{}' was written by another model",
+                 i, card.id());
     }
   }
   std::vector<SegmentSpan> spans;
@@ -272,8 +275,8 @@ Status Sequence::Attach(const Context& context) {
   for (const auto& span : card.spans()) {
     const auto& segment = context.segments[span.segment()];
     if (span.position_offset() != 0) {
-      return Err(Code::kIncompatible, Reason::kVersion, "context '{}' holds a moved span, which this version cannot read",
-                 card.id());
+      return Err(Code::kIncompatible, Reason::kVersion,
+                 "context '{}' holds a moved span, which this version cannot read", card.id());
     }
     uint64_t whole = 0;  // tokens of all pages but the last
     const uint64_t end_page = uint64_t{span.first_page()} + span.n_pages();
@@ -284,15 +287,16 @@ Status Sequence::Attach(const Context& context) {
     }
     fits = fits && span.n_tokens() > whole && span.n_tokens() <= whole + segment->pages()[end_page - 1].tokens;
     if (!fits) {
-      return Err(Code::kCorrupt, Reason::kChecksum, "a span of context '{}' does not match the pages of its segment", card.id());
+      return Err(Code::kCorrupt, Reason::kChecksum, "a span of context '{}' does not match the pages of its segment",
+                 card.id());
     }
     spans.push_back({segment, span.first_page(), span.n_pages(), static_cast<int>(span.n_tokens())});
     position += span.n_tokens();
   }
   for (const uint32_t token : card.token_ids()) {
     if (token >= static_cast<uint32_t>(s.model->params().n_vocab)) {
-      return Err(Code::kCorrupt, Reason::kTokenizerMismatch, "context '{}' has token {}, the vocabulary has {}", card.id(),
-                 token, s.model->params().n_vocab);
+      return Err(Code::kCorrupt, Reason::kTokenizerMismatch, "context '{}' has token {}, the vocabulary has {}",
+                 card.id(), token, s.model->params().n_vocab);
     }
   }
   s.kv->Reset(std::move(spans));
@@ -317,8 +321,9 @@ Status Sequence::Forward(std::span<const Token> tokens) {
   }
   const size_t before = s.tokens.size();
   if (tokens.size() > static_cast<size_t>(s.options.n_ctx) - before) {
-    return Err(Code::kInvalidArgument, Reason::kTooLong, "{} tokens in the context and {} more do not fit a context size of {}",
-               before, tokens.size(), s.options.n_ctx);
+    return Err(Code::kInvalidArgument, Reason::kTooLong,
+               "{} tokens in the context and {} more do not fit a context size of {}", before, tokens.size(),
+               s.options.n_ctx);
   }
   for (const Token token : tokens) {
     if (token < 0 || token >= s.model->params().n_vocab) {
@@ -339,12 +344,24 @@ Status Sequence::Forward(std::span<const Token> tokens) {
   return {};
 }
 
-std::span<const float> Sequence::logits() const { return impl_->logits; }
-void Sequence::KeepAllLogits(bool keep) { impl_->keep_all_logits = keep; }
-std::span<const float> Sequence::all_logits() const { return impl_->all_logits; }
-const std::vector<Token>& Sequence::tokens() const { return impl_->tokens; }
-int Sequence::n_ctx() const { return impl_->options.n_ctx; }
-const Model& Sequence::model() const { return *impl_->model; }
+std::span<const float> Sequence::logits() const {
+  return impl_->logits;
+}
+void Sequence::KeepAllLogits(bool keep) {
+  impl_->keep_all_logits = keep;
+}
+std::span<const float> Sequence::all_logits() const {
+  return impl_->all_logits;
+}
+const std::vector<Token>& Sequence::tokens() const {
+  return impl_->tokens;
+}
+int Sequence::n_ctx() const {
+  return impl_->options.n_ctx;
+}
+const Model& Sequence::model() const {
+  return *impl_->model;
+}
 
 void Sequence::Clear() {
   impl_->kv->Reset({});

@@ -27,7 +27,7 @@
 namespace qkv {
 
 struct SequenceOptions {
-  int n_ctx = 4096;   // tokens; beyond it Forward refuses
+  int n_ctx = 4096;  // tokens; beyond it Forward refuses
   int n_threads = 2;
   int n_batch = 512;  // tokens per graph in prefill
   CodecPair kv;       // of the pages that this sequence writes
@@ -41,7 +41,7 @@ struct SequenceOptions {
 struct Context {
   CacheCard card;
   std::vector<std::shared_ptr<const Segment>> segments;  // in the card's order
-  uint64_t lease = 0;  // the broker's record of a fetched context; 0: none
+  uint64_t lease = 0;                                    // the broker's record of a fetched context; 0: none
 };
 
 class Sequence {
@@ -92,9 +92,9 @@ class Sequence {
     uint64_t shared_kv_bytes = 0;   // pages of attached segments
     uint64_t own_kv_bytes = 0;      // pages written here
     uint64_t tail_bytes = 0;
-    double verify_ms = 0;           // checksums of attached pages
-    double encode_ms = 0;           // CPU time of the encoder thread
-    double encode_wait_ms = 0;      // of which Forward had to wait for
+    double verify_ms = 0;       // checksums of attached pages
+    double encode_ms = 0;       // CPU time of the encoder thread
+    double encode_wait_ms = 0;  // of which Forward had to wait for
   };
   const Stats& stats() const;
 

@@ -51,7 +51,9 @@ std::vector<Token> Greedy(Sequence& sequence, int n) {
   return out;
 }
 
-std::vector<float> Copy(std::span<const float> logits) { return {logits.begin(), logits.end()}; }
+std::vector<float> Copy(std::span<const float> logits) {
+  return {logits.begin(), logits.end()};
+}
 
 Context PublishedBy(Sequence& sequence) {
   auto context = sequence.Publish({});
@@ -85,9 +87,7 @@ TEST(Oracle, AgreesWithLibllamaOnPrefillAndOnGreedyTokens) {
   ASSERT_TRUE(model) << model.error().message;
   ASSERT_TRUE(peer) << peer.error().message;
 
-  const struct {
-    size_t first, n;
-  } prompts[] = {{0, 20}, {100, 130}, {700, 400}, {1500, 800}, {2200, 1500}};
+  const struct { size_t first, n; } prompts[] = {{0, 20}, {100, 130}, {700, 400}, {1500, 800}, {2200, 1500}};
   for (const auto& [first, n] : prompts) {
     SCOPED_TRACE(n);
     const std::vector<Token> prompt = SourceTokens(first, n);
@@ -97,7 +97,8 @@ TEST(Oracle, AgreesWithLibllamaOnPrefillAndOnGreedyTokens) {
     SequenceOptions options;
     options.n_ctx = 2048;
     options.kv = kF16;
-    options.n_batch = 300;  // no multiple of a page: partial pages and page edges are crossed in the middle of a prefill
+    options.n_batch =
+        300;  // no multiple of a page: partial pages and page edges are crossed in the middle of a prefill
     const auto sequence = Sequence::Create(*model, options);
     ASSERT_TRUE(sequence);
     (*sequence)->KeepAllLogits(true);

@@ -83,7 +83,8 @@ struct Piece {
 };
 
 // Replaces marks by the messages they stand for.
-std::vector<Piece> FillIn(std::string_view formatted, std::span<const std::pair<std::string_view, std::string_view>> messages) {
+std::vector<Piece> FillIn(std::string_view formatted,
+                          std::span<const std::pair<std::string_view, std::string_view>> messages) {
   std::vector<Piece> pieces;
   for (const auto& [mark, message] : messages) {
     const size_t at = formatted.find(mark);
@@ -122,7 +123,9 @@ Result<std::vector<Token>> TokenizePieces(const Vocab& vocab, std::span<const Pi
 
 Vocab::Vocab(const Model& model) : model_(model) {}
 
-bool Vocab::has_chat_template() const { return !model_.internal().chat_template.empty(); }
+bool Vocab::has_chat_template() const {
+  return !model_.internal().chat_template.empty();
+}
 
 Result<std::vector<Token>> Vocab::Tokenize(std::string_view text, bool add_bos, bool with_special) const {
   if (text.size() > static_cast<size_t>(std::numeric_limits<int32_t>::max() / 2)) {
@@ -160,7 +163,9 @@ std::string Vocab::Text(std::span<const Token> tokens) const {
   return text + stream.Finish();
 }
 
-bool Vocab::IsEndOfGeneration(Token token) const { return llama_vocab_is_eog(model_.internal().vocab, token); }
+bool Vocab::IsEndOfGeneration(Token token) const {
+  return llama_vocab_is_eog(model_.internal().vocab, token);
+}
 
 Result<std::vector<Token>> Vocab::FirstTurn(std::string_view system, std::string_view user) const {
   if (!has_chat_template()) {

@@ -23,9 +23,11 @@ std::vector<Token> Tokens(const Result<std::vector<Token>>& tokens) {
 // What SmolLM2 was trained on (ChatML), written out by hand.
 TEST(Vocab, FirstTurnIsTheModelsOwnFormat) {
   const Vocab vocab(*TestModel());
-  EXPECT_EQ(Tokens(vocab.FirstTurn("Be brief.", "What is a river?")),
-            Tokens(vocab.Tokenize("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is a river?<|im_end|>\n"
-                                  "<|im_start|>assistant\n", true, true)));
+  EXPECT_EQ(
+      Tokens(vocab.FirstTurn("Be brief.", "What is a river?")),
+      Tokens(vocab.Tokenize("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is a river?<|im_end|>\n"
+                            "<|im_start|>assistant\n",
+                            true, true)));
   EXPECT_EQ(Tokens(vocab.FirstTurn("", "Hi")),
             Tokens(vocab.Tokenize("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", true, true)));
 }
@@ -33,7 +35,8 @@ TEST(Vocab, FirstTurnIsTheModelsOwnFormat) {
 TEST(Vocab, NextTurnClosesTheOpenOne) {
   const Vocab vocab(*TestModel());
   EXPECT_EQ(Tokens(vocab.NextTurn("And a lake?")),
-            Tokens(vocab.Tokenize("<|im_end|>\n<|im_start|>user\nAnd a lake?<|im_end|>\n<|im_start|>assistant\n", false, true)));
+            Tokens(vocab.Tokenize("<|im_end|>\n<|im_start|>user\nAnd a lake?<|im_end|>\n<|im_start|>assistant\n", false,
+                                  true)));
 }
 
 TEST(Vocab, AMessageCannotSmuggleControlTokensIn) {
@@ -47,7 +50,8 @@ TEST(Vocab, AMessageCannotSmuggleControlTokensIn) {
 
 TEST(Vocab, TextSurvivesTheRoundTrip) {
   const Vocab vocab(*TestModel());
-  for (const std::string text : {"plain words", "Übergröße, naïve café", "日本語の文", "🌊🛶 rivers 🏞️", "a\tb\n\nc  d"}) {
+  for (const std::string text :
+       {"plain words", "Übergröße, naïve café", "日本語の文", "🌊🛶 rivers 🏞️", "a\tb\n\nc  d"}) {
     EXPECT_EQ(vocab.Text(Tokens(vocab.Tokenize(text, false, false))), text);
   }
 }

@@ -96,8 +96,8 @@ Result<std::unique_ptr<AgentProcess>> AgentProcess::Start(const std::vector<std:
   if (failed == 0) failed = ::posix_spawnattr_setsigdefault(&attributes, &defaults);
   if (failed == 0) failed = ::posix_spawnattr_setpgroup(&attributes, 0);
   if (failed == 0) {
-    failed = ::posix_spawnattr_setflags(&attributes,
-                                        POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETSIGMASK);
+    failed =
+        ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETSIGMASK);
   }
   pid_t pid = -1;
   if (failed == 0) failed = ::posix_spawn(&pid, argv[0].c_str(), &actions, &attributes, arguments.data(), environ);
@@ -196,8 +196,7 @@ bool AgentProcess::WaitExit(std::chrono::milliseconds deadline) {
       pid_ = -1;
       break;
     }
-    const auto left =
-        std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now()).count();
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now()).count();
     if (left <= 0) return false;
     pollfd fd{pid_fd_.get(), POLLIN, 0};
     ::poll(&fd, 1, static_cast<int>(std::min<int64_t>(left, 1000)));

@@ -41,7 +41,7 @@ class AgentProcess {
   // Moves bytes in all three directions until nothing moves. kCorrupt when a line is longer than the protocol's limit.
   // A child that is gone is no error here: see output_ended().
   Status Pump();
-  std::optional<std::string> NextLine();           // without its newline; what follows the last newline is dropped
+  std::optional<std::string> NextLine();               // without its newline; what follows the last newline is dropped
   bool output_ended() const { return !out_.valid(); }  // the child closed its stdout, mostly by ending
 
   void Kill();  // SIGKILL; needs no cooperation
@@ -62,7 +62,7 @@ class AgentProcess {
   std::string to_send_;
   bool close_input_ = false;
   std::string received_;
-  size_t taken_ = 0;  // bytes at its start that NextLine has handed out
+  size_t taken_ = 0;    // bytes at its start that NextLine has handed out
   size_t scanned_ = 0;  // bytes at its start, those included, that need no second look for a newline
   std::string stderr_;
   std::optional<int> wait_status_;

@@ -12,9 +12,9 @@
 namespace qkv {
 namespace {
 
-using ::testing::Optional;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+using ::testing::Optional;
 
 constexpr seconds kPatience{20};  // far more than anything here takes
 
@@ -47,7 +47,9 @@ std::optional<std::string> Line(AgentProcess& process) {
   return line;
 }
 
-bool IsGone(pid_t pid) { return ::kill(pid, 0) < 0 && errno == ESRCH; }
+bool IsGone(pid_t pid) {
+  return ::kill(pid, 0) < 0 && errno == ESRCH;
+}
 
 TEST(AgentProcess, IsSpokenToInLines) {
   auto process = Shell("while read line; do echo \"got $line\"; done");

@@ -21,7 +21,9 @@ struct Overloaded : Handlers... {
   using Handlers::operator()...;
 };
 
-std::string Line(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n"; }
+std::string Line(const Json& json) {
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+}
 
 // For messages.
 std::string Shown(std::string_view text) {
@@ -161,10 +163,12 @@ class Fields {
   std::optional<Error> error_;
 };
 
-std::string_view OnMissName(OnMiss on_miss) { return on_miss == OnMiss::kFail ? "fail" : "text"; }
+std::string_view OnMissName(OnMiss on_miss) {
+  return on_miss == OnMiss::kFail ? "fail" : "text";
+}
 
 Json ToJson(const AgentSetup& setup) {
-  return {{"type", "setup"},   {"agent", setup.agent},        {"model", setup.model},  {"socket", setup.socket},
+  return {{"type", "setup"},          {"agent", setup.agent}, {"model", setup.model},    {"socket", setup.socket},
           {"kv", ToString(setup.kv)}, {"n_ctx", setup.n_ctx}, {"threads", setup.threads}};
 }
 
@@ -232,26 +236,26 @@ std::string ToLine(const AgentCommand& command) {
 }
 
 std::string ToLine(const AgentEvent& event) {
-  return Line(std::visit(
-      Overloaded{
-          [](const AgentReady& ready) {
-            return Json{{"type", "ready"}, {"load_ms", ready.load_ms}, {"tokenizer", ready.tokenizer}};
-          },
-          [](const AgentProgress& progress) {
-            return Json{{"type", "progress"}, {"done", progress.done}, {"total", progress.total}};
-          },
-          [](const AgentText& text) {
-            return Json{{"type", "text"}, {"piece", text.piece}};
-          },
-          [](const AgentDone& done) { return ToJson(done.result); },
-          [](const AgentFailed& failed) {
-            return Json{{"type", "error"},
-                        {"code", CodeName(failed.error.code)},
-                        {"message", failed.error.message},
-                        {"reason", ReasonName(failed.error.reason)}};
-          },
-      },
-      event));
+  return Line(
+      std::visit(Overloaded{
+                     [](const AgentReady& ready) {
+                       return Json{{"type", "ready"}, {"load_ms", ready.load_ms}, {"tokenizer", ready.tokenizer}};
+                     },
+                     [](const AgentProgress& progress) {
+                       return Json{{"type", "progress"}, {"done", progress.done}, {"total", progress.total}};
+                     },
+                     [](const AgentText& text) {
+                       return Json{{"type", "text"}, {"piece", text.piece}};
+                     },
+                     [](const AgentDone& done) { return ToJson(done.result); },
+                     [](const AgentFailed& failed) {
+                       return Json{{"type", "error"},
+                                   {"code", CodeName(failed.error.code)},
+                                   {"message", failed.error.message},
+                                   {"reason", ReasonName(failed.error.reason)}};
+                     },
+                 },
+                 event));
 }
 
 Result<AgentCommand> ParseAgentCommand(std::string_view line) {

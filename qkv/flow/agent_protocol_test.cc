@@ -31,8 +31,12 @@ std::string EventError(std::string_view line) {
 }
 
 TEST(AgentProtocol, SetupArrivesWhole) {
-  const AgentSetup sent{.agent = "writer", .model = "/m/x.gguf", .socket = "/tmp/s", .kv = {CodecId::kI8, CodecId::kI4},
-                        .n_ctx = 1234, .threads = 7};
+  const AgentSetup sent{.agent = "writer",
+                        .model = "/m/x.gguf",
+                        .socket = "/tmp/s",
+                        .kv = {CodecId::kI8, CodecId::kI4},
+                        .n_ctx = 1234,
+                        .threads = 7};
   const AgentSetup got = There(sent, ParseAgentCommand);
   EXPECT_EQ(got.agent, sent.agent);
   EXPECT_EQ(got.model, sent.model);

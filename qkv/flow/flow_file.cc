@@ -411,9 +411,9 @@ class Parser {
   }
 
   Status Agent(const YAML::Node& node, const YAML::Mark& mark) {
-    static constexpr std::string_view kKeys[] = {"name", "model",       "system", "prompt", "inherits", "max_tokens",
-                                                 "seed", "temperature", "top_k",  "top_p",  "min_p",    "kv",
-                                                 "on_miss"};
+    static constexpr std::string_view kKeys[] = {"name",       "model", "system",      "prompt", "inherits",
+                                                 "max_tokens", "seed",  "temperature", "top_k",  "top_p",
+                                                 "min_p",      "kv",    "on_miss"};
     QKV_ASSIGN_OR_RETURN(const auto entries, Map(node, mark, "agent", kKeys));
     FlowAgent agent;
     AgentMarks marks{mark, mark, mark, mark};
@@ -567,7 +567,9 @@ std::vector<PlanNode> Flow::Graph() const {
   return graph;
 }
 
-Result<Flow> ParseFlow(std::string_view yaml, const std::string& path) { return Parser(path).Parse(yaml); }
+Result<Flow> ParseFlow(std::string_view yaml, const std::string& path) {
+  return Parser(path).Parse(yaml);
+}
 
 Result<Flow> ParseFlowFile(const std::string& path) {
   QKV_ASSIGN_OR_RETURN(const std::string yaml, ReadTextFile(path));

@@ -27,10 +27,10 @@ inline constexpr size_t kMaxFlowAgents = 64;                   // each is a proc
 inline constexpr size_t kMaxFlowInputs = 256;
 
 struct FlowAgent {
-  std::string name;    // [A-Za-z0-9_-]{1,64}
-  std::string model;   // path; empty: the flow's
-  std::string system;  // may hold references, like the prompt; only where nothing is inherited
-  std::string prompt;  // with its references: {{input.<name>}}, {{<agent>.output}}
+  std::string name;      // [A-Za-z0-9_-]{1,64}
+  std::string model;     // path; empty: the flow's
+  std::string system;    // may hold references, like the prompt; only where nothing is inherited
+  std::string prompt;    // with its references: {{input.<name>}}, {{<agent>.output}}
   std::string inherits;  // the agent whose context this one goes on from; empty: starts afresh
   int max_tokens = 256;
   Sampling sampling;
@@ -43,8 +43,8 @@ struct Flow {
   std::string name;
   std::string model;  // path; may be empty, then the command line must give one
   int n_ctx = 4096;
-  int threads = 0;  // 0: as many as the machine has CPUs
-  std::vector<CodecPair> kv;  // to hand over with, in order; empty: the program's choice
+  int threads = 0;                            // 0: as many as the machine has CPUs
+  std::vector<CodecPair> kv;                  // to hand over with, in order; empty: the program's choice
   std::map<std::string, std::string> inputs;  // name -> text
   std::vector<FlowAgent> agents;              // in the order of the file
 

@@ -58,7 +58,9 @@ std::string ErrorOf(const std::string& yaml) {
 }
 
 // A flow of agents given as their own lines, so that line 2 is the first agent's first.
-std::string Agents(const std::string& items) { return "agents:\n" + items; }
+std::string Agents(const std::string& items) {
+  return "agents:\n" + items;
+}
 
 class FlowFileTest : public ::testing::Test {
  protected:
@@ -397,7 +399,9 @@ TEST_F(FlowFileTest, LargestFileIsReadInReasonableTime) {
 }
 
 // The repository, seen from this file.
-std::filesystem::path Root() { return std::filesystem::path(__FILE__).parent_path().parent_path().parent_path(); }
+std::filesystem::path Root() {
+  return std::filesystem::path(__FILE__).parent_path().parent_path().parent_path();
+}
 
 TEST(Examples, ParseAndAreChains) {
   for (const auto& [file, agents] : {std::pair{"writer_editor.yaml", 2u}, {"long_report.yaml", 3u}}) {

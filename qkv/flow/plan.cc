@@ -55,9 +55,8 @@ Plan::Plan(std::vector<PlanNode> nodes)
 std::vector<int> Plan::Ready() const {
   std::vector<int> ready;
   for (int i = 0; i < static_cast<int>(nodes_.size()); ++i) {
-    if (states_[i] == State::kWaiting &&
-        std::all_of(nodes_[i].needs.begin(), nodes_[i].needs.end(),
-                    [&](int need) { return states_[need] == State::kFinished; })) {
+    if (states_[i] == State::kWaiting && std::all_of(nodes_[i].needs.begin(), nodes_[i].needs.end(),
+                                                     [&](int need) { return states_[need] == State::kFinished; })) {
       ready.push_back(i);
     }
   }
@@ -87,9 +86,8 @@ Plan::Change Plan::OnFailed(int node) {
     changed = false;
     for (int i = 0; i < static_cast<int>(nodes_.size()); ++i) {
       if (states_[i] != State::kWaiting) continue;
-      if (std::any_of(nodes_[i].needs.begin(), nodes_[i].needs.end(), [&](int need) {
-            return states_[need] == State::kFailed || states_[need] == State::kSkipped;
-          })) {
+      if (std::any_of(nodes_[i].needs.begin(), nodes_[i].needs.end(),
+                      [&](int need) { return states_[need] == State::kFailed || states_[need] == State::kSkipped; })) {
         states_[i] = State::kSkipped;
         change.skipped.push_back(i);
         changed = true;

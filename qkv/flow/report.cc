@@ -27,7 +27,9 @@ std::string Bytes(uint64_t bytes) {
   return fmt::format("{:.2f} GiB", value / (1024 * 1024 * 1024));
 }
 
-std::string ModeTitle(const ModeResult& mode) { return fmt::format("{} ({})", FlowModeName(mode.mode), mode.kv); }
+std::string ModeTitle(const ModeResult& mode) {
+  return fmt::format("{} ({})", FlowModeName(mode.mode), mode.kv);
+}
 
 // Rows of cells; columns as wide as their widest cell, two spaces apart; numbers to the right.
 class Table {
@@ -59,11 +61,15 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-double Microseconds(double ms) { return std::round(ms * 1000) / 1000; }
+double Microseconds(double ms) {
+  return std::round(ms * 1000) / 1000;
+}
 
 }  // namespace
 
-std::string_view FlowModeName(FlowMode mode) { return mode == FlowMode::kText ? "text" : "handoff"; }
+std::string_view FlowModeName(FlowMode mode) {
+  return mode == FlowMode::kText ? "text" : "handoff";
+}
 
 std::vector<Agreement> CompareOutputs(const ModeResult& text, const ModeResult& handoff) {
   std::vector<Agreement> all;

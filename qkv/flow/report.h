@@ -23,7 +23,7 @@ std::string_view FlowModeName(FlowMode mode);  // "handoff", "text"
 // One agent that finished.
 struct HopResult {
   std::string agent;
-  std::string from;  // whose context it took over; empty: nobody's
+  std::string from;                          // whose context it took over; empty: nobody's
   HandoffMode handoff = HandoffMode::kText;  // kText also for who starts afresh: it reads its own prompt
   Reason reason = Reason::kNone;             // why not kAttach
   std::string reason_detail;

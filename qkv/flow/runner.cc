@@ -28,7 +28,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kTick{50};          // how late a stop may be seen, and between two looks at the memory
+constexpr milliseconds kTick{50};           // how late a stop may be seen, and between two looks at the memory
 constexpr milliseconds kExitDeadline{500};  // for agents to go when the runner hangs up
 
 double MsBetween(Clock::time_point from, Clock::time_point to) {
@@ -307,7 +307,10 @@ class Run {
       Tell(FlowEvent::Kind::kReady, i);
     } else if (auto* progress = std::get_if<AgentProgress>(&*event); progress != nullptr && running) {
       if (options_.on_event) {
-        options_.on_event({.kind = FlowEvent::Kind::kProgress, .agent = agent(i).name, .done = progress->done, .total = progress->total});
+        options_.on_event({.kind = FlowEvent::Kind::kProgress,
+                           .agent = agent(i).name,
+                           .done = progress->done,
+                           .total = progress->total});
       }
     } else if (auto* text = std::get_if<AgentText>(&*event); text != nullptr && running) {
       Tell(FlowEvent::Kind::kText, i, text->piece);

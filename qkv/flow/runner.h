@@ -50,7 +50,7 @@ struct RunOptions {
   uint64_t budget_bytes = uint64_t{4} << 30;  // of our own broker
   std::chrono::milliseconds load_deadline = std::chrono::minutes(2);
   std::chrono::milliseconds turn_deadline = std::chrono::minutes(30);
-  const std::atomic<bool>* stop = nullptr;  // set it (from a signal handler, say): all ends within a second
+  const std::atomic<bool>* stop = nullptr;         // set it (from a signal handler, say): all ends within a second
   std::function<void(const FlowEvent&)> on_event;  // on the calling thread
   // What runs an agent; empty: this very program with the argument "agent-worker".
   std::vector<std::string> worker_argv;

@@ -20,12 +20,12 @@
 namespace qkv {
 namespace {
 
+using std::chrono::milliseconds;
+using std::chrono::seconds;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::UnorderedElementsAre;
-using std::chrono::milliseconds;
-using std::chrono::seconds;
 
 // An agent that needs no model: a shell script that speaks the protocol. It keeps the lines it got as <agent>.setup and
 // <agent>.turn and its pid as <agent>.pid, and does what <agent>.sh says, by default: answer at once.
@@ -44,7 +44,9 @@ hold() { while IFS= read -r more; do :; done; exit 0; }
 if [ -e "$agent.sh" ]; then . "./$agent.sh"; else ready; turn; answer; hold; fi
 )";
 
-bool IsGone(pid_t pid) { return ::kill(pid, 0) < 0 && errno == ESRCH; }
+bool IsGone(pid_t pid) {
+  return ::kill(pid, 0) < 0 && errno == ESRCH;
+}
 
 class RunnerTest : public ::testing::Test {
  protected:

@@ -222,7 +222,7 @@ TEST(SegmentWriter, TakesMemoryOnlyAsPagesAreWritten) {
   auto writer = Take(SegmentWriter::Create(kSmall, uint64_t{1} << 30, kModelDigest));
   const std::vector<Fd> own = WritableSegmentDescriptors();
   ASSERT_EQ(own.size(), 1u);
-  struct stat info{};
+  struct stat info {};
   ASSERT_EQ(::fstat(own[0].get(), &info), 0);
   EXPECT_EQ(info.st_blocks, 0);
   Take(writer->Append(kF16Pair, 32, 0, [](std::byte*) {}));
@@ -264,9 +264,7 @@ TEST(SegmentWriter, WritesThousandsOfPages) {
 }
 
 TEST(SegmentWriter, LeavesNoDescriptorBehindWhenDropped) {
-  {
-    auto writer = WriterWithPages(kSmall, kF16Pair, 1);
-  }
+  { auto writer = WriterWithPages(kSmall, kF16Pair, 1); }
   EXPECT_TRUE(WritableSegmentDescriptors().empty());
 }
 
