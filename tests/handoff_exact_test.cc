@@ -133,10 +133,6 @@ std::vector<CodecPair> AllPairs() {
   return pairs;
 }
 
-bool Full() {
-  return std::getenv("QKV_TEST_FULL") != nullptr;
-}
-
 class HandoffExactPair : public HandoffExact, public ::testing::WithParamInterface<CodecPair> {};
 
 TEST_P(HandoffExactPair, ShortContexts) {
