@@ -69,7 +69,8 @@ tl::unexpected<Error> Err(Code code, Reason reason, fmt::format_string<Args...> 
   return tl::unexpected(Error{code, fmt::format(format, std::forward<Args>(args)...), reason});
 }
 // "<what>: <strerror(errno)>"; call it before anything else can change errno. EACCES and EPERM become kDenied, ENOENT
-// and ENOTDIR kNotFound, ELOOP and ENAMETOOLONG kInvalidArgument, ENOMEM, ENOSPC, EMFILE and ENFILE kExhausted (with Reason::kPoolFull), everything else kIo.
+// and ENOTDIR kNotFound, ELOOP and ENAMETOOLONG kInvalidArgument, ENOMEM, ENOSPC, EMFILE and ENFILE kExhausted (with
+// Reason::kPoolFull), everything else kIo.
 tl::unexpected<Error> ErrnoError(std::string_view what);
 
 // The same error with "<prefix>: " in front of its message.
