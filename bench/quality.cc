@@ -80,7 +80,7 @@ Result<std::shared_ptr<const Model>> LoadModel(const Options& options) {
   if (!options.exact_weights) return Model::Load(options.model);
   const std::string path =
       fmt::format("{}/qkv-quality-{}.gguf", std::filesystem::temp_directory_path().string(), ::getpid());
-  QKV_RETURN_IF_ERROR(WriteF32Model(options.model, path));
+  QKV_RETURN_IF_ERROR(WriteRequantizedModel(options.model, "f32", path));
   auto model = Model::Load(path);
   std::remove(path.c_str());  // it stays mapped
   return model;

@@ -10,9 +10,10 @@
 #include "qkv/codec/blocks.h"
 #include "qkv/codec/half.h"
 
-// AVX2, AVX-512 and NEON; older CPUs run the scalar code, as every further target costs build time. SVE's vectors have no
-// fixed size, which register tiles need; such CPUs have NEON.
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+// AVX2, AVX-512 with VNNI and NEON; older CPUs run the scalar code (the first AVX-512 ones AVX2), as every further target
+// costs build time. SVE's vectors have no fixed size, which register tiles need; such CPUs have NEON.
+#define HWY_WANT_AVX3_DL 1
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "qkv/attention/attend.cc"
 #include "hwy/foreach_target.h"  // before highway.h
@@ -37,7 +38,7 @@ struct PageBlocks {
   int tokens = 0;
 };
 
-constexpr int kPagesAhead = 2;
+constexpr size_t kPagesAhead = 2;
 
 class ItemRun {
  public:
@@ -59,6 +60,10 @@ class ItemRun {
     const size_t padded_rows = hwy::RoundUpTo(rows_, kMaxLanes);
     std::fill_n(x_.maxima, padded_rows, kNoMaximum);
     std::fill_n(x_.group_maxima, padded_rows, kNoMaximum);
+    std::fill_n(x_.ones, padded_rows, 1.0f);
+#if HWY_TARGET != HWY_SCALAR
+    quads_ = kHasQuads && hwy::DivCeil(rows_, blocks_.count) <= kMaxQuadRows;
+#endif
   }
 
   void Run() {
@@ -71,18 +76,18 @@ class ItemRun {
     PageBlocks queue[kGroupPages + kPagesAhead];
     int queued = 0;
     while (true) {
-      while (queued < group_pages + kPagesAhead && Next(cursor, none_sees, queue[queued])) ++queued;
+      while (queued < group_pages + static_cast<int>(kPagesAhead) && Next(cursor, none_sees, queue[queued])) ++queued;
       if (queued == 0) break;
       const int n = std::min(queued, group_pages);
-      const std::span<const PageBlocks> ahead(queue + n, static_cast<size_t>(queued - n));
-      for (int i = 0; i < n; ++i) Scores(queue[i], static_cast<size_t>(i), ahead);
+      const std::span<const PageBlocks> pages(queue, static_cast<size_t>(queued));
+      for (int i = 0; i < n; ++i) Scores(pages.subspan(static_cast<size_t>(i)), static_cast<size_t>(i));
       for (int i = 0; i < n; ++i) {
         if (queue[i].tokens < kPageTokens || queue[i].first_key + kPageTokens > all_see) {
           Mask(queue[i], static_cast<size_t>(i), all_see);
         }
       }
       SoftmaxStep(rows_, static_cast<size_t>(n * kPageTokens), x_);
-      Values(queue, static_cast<size_t>(n), ahead);
+      Values(pages, static_cast<size_t>(n));
       queued -= n;
       std::copy_n(queue + n, queued, queue);
     }
@@ -150,7 +155,6 @@ class ItemRun {
         const float* from = q + Position(first + r) * dim_;
         float* to = x_.q + first * dim_ + r;
         for (size_t c = 0; c < dim_; ++c) to[c * count] = from[c] * factor;
-        if (!few_) continue;
         for (size_t c = 0; c < dim_; ++c) x_.q_rows[(first + r) * dim_ + c] = from[c] * factor;
       }
     }
@@ -165,61 +169,91 @@ class ItemRun {
     }
   }
 
+  // Below, `pages` begins with the page to work on; the ones behind it are the next ones. `slot` is its place in the step.
+
   template <class T>
   void PanelScores(const T* k, Ahead ahead, size_t slot) const {
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block);
-      RunWithRows<ScoresOfPanel>(blocks_.Count(block), x_.q + first * dim_, k, ahead, dim_,
-                                 x_.scores + first * kScoreStride + slot * kPageTokens);
+      RunWithRows<ScoresOfPanel>(blocks_.Count(block), x_.q + first * dim_, k, ahead, dim_, ScoresAt(first, slot));
     }
   }
 
   template <class T>
-  void PanelValues(const T* v, Ahead ahead, size_t n_tokens) const {
+  void PanelValues(const T* v, Ahead ahead, size_t slot, size_t n_tokens, const float* keep) const {
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block);
-      RunWithRows<ValuesOfPanel>(blocks_.Count(block), x_.scores + first * kScoreStride, v, ahead, n_tokens, dim_,
-                                 x_.keep + first, x_.gain + first, x_.outputs + first * dim_);
+      RunWithRows<ValuesOfPanel>(blocks_.Count(block), ScoresAt(first, slot), v, ahead, n_tokens, dim_, keep + first,
+                                 x_.gain + first, x_.outputs + first * dim_);
     }
   }
 
-  void Scores(const PageBlocks& page, size_t slot, std::span<const PageBlocks> next) {
-    if (few_ && ScoresOfCodes(page, next)) return PrefetchScales(Side::kK, next);
+  float* ScoresAt(size_t row, size_t slot) const {
+    return x_.scores + row * kScoreStride + slot * kPageTokens;
+  }
+
+  void Scores(std::span<const PageBlocks> pages, size_t slot) {
+    const PageBlocks& page = pages.front();
+    if (RunsOnCodes(page.codecs.k)) {
+      ScoresOfCodes(pages, slot);
+      return PrefetchScales(Side::kK, pages);
+    }
     CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel);
     PanelScores(x_.k_panel, Ahead(), slot);
   }
 
-  void Values(const PageBlocks* group, size_t n, std::span<const PageBlocks> next) {
-    if (few_ && ValuesOfCodes(group[0], next)) return PrefetchScales(Side::kV, next);
-    for (size_t i = 0; i < n; ++i) {
-      CodecOf(group[i].codecs.v)
-          .unpack(Side::kV, group[i].v, plan_.shape.head_dim, x_.v_panel + i * kPageTokens * dim_);
+  void Values(std::span<const PageBlocks> pages, size_t n) {
+    const float* keep = x_.keep;  // the step's first kernel brings earlier outputs onto the new maximum
+    for (size_t slot = 0; slot < n; keep = x_.ones) {
+      if (RunsOnCodes(pages[slot].codecs.v)) {
+        ValuesOfCodes(pages.subspan(slot), slot, keep);
+        PrefetchScales(Side::kV, pages.subspan(slot));
+        ++slot;
+        continue;
+      }
+      const size_t first = slot;
+      for (; slot < n && !RunsOnCodes(pages[slot].codecs.v); ++slot) {
+        CodecOf(pages[slot].codecs.v)
+            .unpack(Side::kV, pages[slot].v, plan_.shape.head_dim, x_.v_panel + (slot - first) * kPageTokens * dim_);
+      }
+      PanelValues(x_.v_panel, Ahead(), first, (slot - first) * kPageTokens, keep);
     }
-    PanelValues(x_.v_panel, Ahead(), n * kPageTokens);
   }
 
 #if HWY_TARGET == HWY_SCALAR
-  bool ScoresOfCodes(const PageBlocks&, std::span<const PageBlocks>) {
+  bool RunsOnCodes(CodecId) const {
     return false;
   }
-  bool ValuesOfCodes(const PageBlocks&, std::span<const PageBlocks>) {
-    return false;
-  }
+  void ScoresOfCodes(std::span<const PageBlocks>, size_t) {}
+  void ValuesOfCodes(std::span<const PageBlocks>, size_t, const float*) {}
   void PrefetchScales(Side, std::span<const PageBlocks>) const {}
 #else
+  // Else pages of that codec are unpacked.
+  bool RunsOnCodes(CodecId codec) const {
+    switch (codec) {
+      case CodecId::kF16:
+      case CodecId::kI8Channel: return few_;  // queries change with every page's scales
+      case CodecId::kI8:
+      case CodecId::kI8Tensor: return true;
+      case CodecId::kI4:
+      case CodecId::kI4Z: return dim_ % 64 == 0;
+    }
+    return false;
+  }
+
   // Where the kernels prefetch; without further pages in the block itself, which is in the cache already.
-  static Ahead AheadOf(const PageBlocks& page, Side side, std::span<const PageBlocks> next) {
+  static Ahead AheadOf(std::span<const PageBlocks> pages, Side side) {
     const auto block = [&](size_t i) {
-      const PageBlocks& at = i < next.size() ? next[i] : page;
+      const PageBlocks& at = i < pages.size() ? pages[i] : pages.front();
       return reinterpret_cast<uintptr_t>(side == Side::kK ? at.k : at.v);
     };
-    return {block(0), block(1)};
+    return {block(1), block(2)};
   }
   // The scales behind the codes, which the kernels leave out. To be called after a kernel, when the page's address
   // translation has arrived: a prefetch that has to wait for it holds up everything.
-  void PrefetchScales(Side side, std::span<const PageBlocks> next) const {
-    if (static_cast<int>(next.size()) < kPagesAhead) return;
-    const PageBlocks& at = next[kPagesAhead - 1];
+  void PrefetchScales(Side side, std::span<const PageBlocks> pages) const {
+    if (pages.size() <= kPagesAhead) return;
+    const PageBlocks& at = pages[kPagesAhead];
     const CodecId codec = side == Side::kK ? at.codecs.k : at.codecs.v;
     const std::byte* start = side == Side::kK ? at.k : at.v;
     const size_t end = blocks::BlockBytes(codec, plan_.shape.head_dim);
@@ -239,14 +273,14 @@ class ItemRun {
 
   // Quantizes the queries, times channel_scale if there is one, to 16 bits and returns the step of each row.
   template <class Place>
-  void QuantizeQueries(const float* channel_scale, float* scale, const Place& place) const {
+  void QuantizeQueries(const float* channel_scale, float full_scale, float* scale, const Place& place) const {
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block), count = blocks_.Count(block);
       for (size_t row = first; row < first + count; ++row) {
         const float* values = x_.q_rows + row * dim_;
         const float magnitude = Magnitude(values, channel_scale, dim_);
-        scale[row] = magnitude / kFullScale;
-        QuantizeProduct(values, channel_scale, magnitude > 0 ? kFullScale / magnitude : 0, dim_, x_.q_line);
+        scale[row] = magnitude / full_scale;
+        QuantizeProduct(values, channel_scale, magnitude > 0 ? full_scale / magnitude : 0, dim_, x_.q_line);
         place(row, count, first * dim_ / 2 + row - first);
       }
     }
@@ -258,20 +292,27 @@ class ItemRun {
   }
 
   void QuantizeForI8(const float* channel_scale, int32_t* to, float* scale) const {
-    QuantizeQueries(channel_scale, scale, [&](size_t, size_t count, size_t at) {
+    QuantizeQueries(channel_scale, kFullScale, scale, [&](size_t, size_t count, size_t at) {
       for (size_t c = 0; c < dim_; c += 2) to[at + c / 2 * count] = Pair(c, 1);
     });
   }
 
   void QuantizeForI4() const {
     std::fill_n(x_.channel_scale, dim_, 1.0f);
-    QuantizeQueries(x_.channel_scale, x_.q_i4_scale, [&](size_t row, size_t count, size_t at) {
+    const float full_scale = quads_ ? kQuadFullScale : kFullScale;
+    QuantizeQueries(x_.channel_scale, full_scale, x_.q_i4_scale, [&](size_t row, size_t count, size_t at) {
       for (size_t c = 0; c < dim_ / 2; c += 4) {
-        int32_t* pairs = x_.q_i4 + at + c * count;
-        pairs[0] = Pair(c, 2);
-        pairs[count] = Pair(dim_ / 2 + c, 2);
-        pairs[2 * count] = Pair(c + 1, 2);
-        pairs[3 * count] = Pair(dim_ / 2 + c + 1, 2);
+        if (quads_) {
+          int32_t* quads = x_.q_i4_quads + at + c * count;
+          SplitQuad(x_.q_line + c, quads, quads + count);
+          SplitQuad(x_.q_line + dim_ / 2 + c, quads + 2 * count, quads + 3 * count);
+        } else {
+          int32_t* pairs = x_.q_i4 + at + c * count;
+          pairs[0] = Pair(c, 2);
+          pairs[count] = Pair(dim_ / 2 + c, 2);
+          pairs[2 * count] = Pair(c + 1, 2);
+          pairs[3 * count] = Pair(dim_ / 2 + c + 1, 2);
+        }
       }
       for (size_t g = 0; g < dim_ / 32; ++g) {
         int sum = 0;
@@ -291,13 +332,13 @@ class ItemRun {
     std::fill_n(to, n, FloatFromHalf(half));
   }
 
-  // false: no kernel for this codec and head dim.
-  bool ScoresOfCodes(const PageBlocks& page, std::span<const PageBlocks> next) {
+  void ScoresOfCodes(std::span<const PageBlocks> pages, size_t slot) {
+    const PageBlocks& page = pages.front();
     const CodecId codec = page.codecs.k;
     const int head_dim = plan_.shape.head_dim;
-    const Ahead ahead = AheadOf(page, Side::kK, next);
+    const Ahead ahead = AheadOf(pages, Side::kK);
     switch (codec) {
-      case CodecId::kF16: PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), ahead, 0); return true;
+      case CodecId::kF16: return PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), ahead, slot);
       case CodecId::kI8:
       case CodecId::kI8Channel:
       case CodecId::kI8Tensor: {
@@ -322,46 +363,59 @@ class ItemRun {
         for (size_t block = 0; block < blocks_.count; ++block) {
           const size_t first = blocks_.First(block);
           RunWithRows<ScoresOfI8>(blocks_.Count(block), q + first * dim_ / 2, reinterpret_cast<const int8_t*>(page.k),
-                                  ahead, dim_, q_scale + first, x_.token_scale, x_.scores + first * kScoreStride);
+                                  ahead, dim_, q_scale + first, x_.token_scale, ScoresAt(first, slot));
         }
-        return true;
+        return;
       }
       case CodecId::kI4:
-      case CodecId::kI4Z:
-        if (dim_ % 64 != 0) return false;
+      case CodecId::kI4Z: {
         if (!q_i4_ready_) {
           QuantizeForI4();
           q_i4_ready_ = true;
         }
+        const auto* scales = reinterpret_cast<const hwy::float16_t*>(page.k + blocks::I4ScaleOffset(head_dim));
         for (size_t block = 0; block < blocks_.count; ++block) {
           const size_t first = blocks_.First(block);
-          RunWithRows<ScoresOfI4>(blocks_.Count(block), x_.q_i4 + first * dim_ / 2, page.k, ahead, dim_,
-                                  codec == CodecId::kI4Z, x_.q_i4_scale + first, x_.q_i4_sums + first * kMaxI4Groups,
-                                  reinterpret_cast<const hwy::float16_t*>(page.k + blocks::I4ScaleOffset(head_dim)),
-                                  x_.scores + first * kScoreStride);
+          const auto run = [&]<class Kernel>(Kernel, const int32_t* q) {
+            RunWithRows<Kernel>(blocks_.Count(block), q, page.k, ahead, dim_, codec == CodecId::kI4Z,
+                                x_.q_i4_scale + first, x_.q_i4_sums + first * kMaxI4Groups, scales,
+                                ScoresAt(first, slot));
+          };
+          quads_ ? run(ScoresOfI4Quads(), x_.q_i4_quads + first * dim_ / 2)
+                 : run(ScoresOfI4(), x_.q_i4 + first * dim_ / 2);
         }
-        return true;
+        return;
+      }
     }
-    return false;
+  }
+
+  // Scales token_scale so that the largest one times a weight of 1 is full_scale, and returns the step.
+  float ScaleTokensTo(float full_scale) const {
+    const float magnitude = Magnitude(x_.token_scale, kPageTokens);
+    const VF factor = hn::Set(DF(), magnitude > 0 ? full_scale / magnitude : 0);
+    for (size_t t = 0; t < kPageTokens; t += kLanes) {
+      hn::StoreU(hn::Mul(hn::LoadU(DF(), x_.token_scale + t), factor), DF(), x_.token_scale + t);
+    }
+    return magnitude / full_scale;
   }
 
   // Weights times the scales of their tokens, to 16 bits; the step of each row goes to weight_scale.
-  void QuantizeWeights() const {
-    const float magnitude = Magnitude(x_.token_scale, kPageTokens);
-    const float factor = magnitude > 0 ? kFullScale / magnitude : 0;
+  void QuantizeWeights(size_t slot) const {
+    const float step = ScaleTokensTo(kFullScale);
     for (size_t row = 0; row < rows_; ++row) {
-      QuantizeProduct(x_.scores + row * kScoreStride, x_.token_scale, factor, kPageTokens,
-                      x_.weights + row * kPageTokens);
-      x_.weight_scale[row] = x_.gain[row] * (magnitude / kFullScale);
+      QuantizeWeightRow(ScoresAt(row, slot), x_.token_scale, x_.weights + row * kPageTokens);
+      x_.weight_scale[row] = x_.gain[row] * step;
     }
   }
 
-  bool ValuesOfCodes(const PageBlocks& page, std::span<const PageBlocks> next) {
+  void ValuesOfCodes(std::span<const PageBlocks> pages, size_t slot, const float* keep) {
+    const PageBlocks& page = pages.front();
     const CodecId codec = page.codecs.v;
     const int head_dim = plan_.shape.head_dim;
-    const Ahead ahead = AheadOf(page, Side::kV, next);
+    const Ahead ahead = AheadOf(pages, Side::kV);
     switch (codec) {
-      case CodecId::kF16: PanelValues(reinterpret_cast<const hwy::float16_t*>(page.v), ahead, kPageTokens); return true;
+      case CodecId::kF16:
+        return PanelValues(reinterpret_cast<const hwy::float16_t*>(page.v), ahead, slot, kPageTokens, keep);
       case CodecId::kI8:
       case CodecId::kI8Channel:
       case CodecId::kI8Tensor: {
@@ -371,37 +425,57 @@ class ItemRun {
         if (codec == CodecId::kI8Channel) std::fill_n(x_.token_scale, kPageTokens, 1.0f);
         const auto* channel_scale =
             codec == CodecId::kI8Channel ? reinterpret_cast<const hwy::float16_t*>(scales) : nullptr;
-        QuantizeWeights();
+        QuantizeWeights(slot);
         for (size_t block = 0; block < blocks_.count; ++block) {
           const size_t first = blocks_.First(block);
           RunWithRows<ValuesOfI8>(blocks_.Count(block), x_.weights + first * kPageTokens,
-                                  reinterpret_cast<const int8_t*>(page.v), ahead, dim_, x_.keep + first,
+                                  reinterpret_cast<const int8_t*>(page.v), ahead, dim_, keep + first,
                                   x_.weight_scale + first, channel_scale, x_.outputs + first * dim_);
         }
-        return true;
+        return;
       }
       case CodecId::kI4:
       case CodecId::kI4Z:
-        if (dim_ % 64 != 0) return false;
         for (size_t g = 0; g < dim_ / 32; ++g) {
           LoadHalves(page.v + blocks::I4ScaleOffset(head_dim) + g * 64, kPageTokens, x_.token_scale);
-          QuantizeWeights();
-          SumMinima(codec == CodecId::kI4Z ? page.v + blocks::I4MinOffset(head_dim) + g * 64 : nullptr);
+          const std::byte* minima = codec == CodecId::kI4Z ? page.v + blocks::I4MinOffset(head_dim) + g * 64 : nullptr;
+          const std::byte* codes = page.v + g * 128;
+          if (quads_) {
+            QuantizeWeightQuads(slot, minima);
+            for (size_t block = 0; block < blocks_.count; ++block) {
+              const size_t first = blocks_.First(block);
+              RunWithRows<ValuesOfI4Quads>(blocks_.Count(block), x_.weight_quads + first * kPageTokens / 2, codes,
+                                           ahead + g * 128, dim_, keep + first, x_.weight_scale + first,
+                                           x_.base + first, x_.outputs + first * dim_ + g * 32);
+            }
+            continue;
+          }
+          QuantizeWeights(slot);
+          SumMinima(slot, minima);
           for (size_t block = 0; block < blocks_.count; ++block) {
             const size_t first = blocks_.First(block);
-            RunWithRows<ValuesOfI4>(blocks_.Count(block), x_.weights + first * kPageTokens, page.v + g * 128,
-                                    ahead + g * 128, dim_, static_cast<int16_t>(codec == CodecId::kI4 ? 8 : 0),
-                                    x_.keep + first, x_.weight_scale + first, x_.base + first,
-                                    x_.outputs + first * dim_ + g * 32);
+            RunWithRows<ValuesOfI4>(blocks_.Count(block), x_.weights + first * kPageTokens, codes, ahead + g * 128,
+                                    dim_, static_cast<int16_t>(codec == CodecId::kI4 ? 8 : 0), keep + first,
+                                    x_.weight_scale + first, x_.base + first, x_.outputs + first * dim_ + g * 32);
           }
         }
-        return true;
+        return;
     }
-    return false;
+  }
+
+  // As QuantizeWeights with SumMinima, for ValuesOfI4Quads: in two digits of 7 bits, four tokens side by side.
+  void QuantizeWeightQuads(size_t slot, const std::byte* minima) const {
+    const float step = ScaleTokensTo(kQuadFullScale);
+    for (size_t row = 0; row < rows_; ++row) {
+      const float sum = WeightQuads(ScoresAt(row, slot), x_.token_scale, x_.weight_quads + row * kPageTokens / 2);
+      x_.weight_scale[row] = x_.gain[row] * step;
+      if (minima == nullptr) x_.base[row] = -8.0f * sum * x_.weight_scale[row];
+    }
+    if (minima != nullptr) SumMinima(slot, minima);
   }
 
   // base = gain * sum of weight * minimum over a page's tokens, 0 without minima.
-  void SumMinima(const std::byte* minima) const {
+  void SumMinima(size_t slot, const std::byte* minima) const {
     if (minima == nullptr) {
       std::fill_n(x_.base, rows_, 0.0f);
       return;
@@ -410,13 +484,14 @@ class ItemRun {
     for (size_t row = 0; row < rows_; ++row) {
       VF sum = hn::Zero(d);
       for (size_t t = 0; t < kPageTokens; t += kLanes) {
-        sum = hn::MulAdd(hn::LoadU(d, x_.scores + row * kScoreStride + t),
+        sum = hn::MulAdd(hn::LoadU(d, ScoresAt(row, slot) + t),
                          LoadOperand(reinterpret_cast<const hwy::float16_t*>(minima) + t), sum);
       }
       x_.base[row] = x_.gain[row] * hn::GetLane(hn::SumOfLanes(d, sum));
     }
   }
 
+  bool quads_ = false;  // see QuadSum
   bool q_i8_ready_ = false;
   bool q_i4_ready_ = false;
 #endif

@@ -42,10 +42,17 @@ struct PairSum {
   // Written out, because an implicit one would lack the target's attributes.
   HWY_INLINE PairSum() : even(hn::Zero(DI())), odd(hn::Zero(DI())) {}
   HWY_INLINE void Add(VS codes, int32_t pair) {
+#if HWY_TARGET == HWY_AVX3_DL
+    // Highway 1.0 has no name for it, and its attributes for this target do not let the intrinsic in.
+    asm("vpdpwssd %[pairs], %[codes], %[sum]"
+        : [sum] "+v"(even.raw)
+        : [codes] "v"(codes.raw), [pairs] "v"(hn::Set(DI(), pair).raw));
+#else
     even = hn::ReorderWidenMulAccumulate(DI(), codes, hn::BitCast(DS(), hn::Set(DI(), pair)), even, odd);
 #if HWY_ARCH_X86 && HWY_COMPILER_GCC
     // GCC 12 else computes all of a loop body's products before the first sum, and spills.
     asm volatile("" : "+v"(even.raw));
+#endif
 #endif
   }
   HWY_INLINE VF Total() const {
@@ -165,14 +172,51 @@ HWY_INLINE float Magnitude(const float* a, const float* b, size_t n) {
   return hn::GetLane(hn::MaxOfLanes(d, magnitude));
 }
 
+// To the nearest integer; of what no int32 can hold, anything.
+HWY_INLINE VI RoundToInt(VF v) {
+#if HWY_TARGET == HWY_AVX3_DL
+  VI rounded;  // NearestInt() would also mend what is too large
+  asm("vcvtps2dq %[v], %[rounded]" : [rounded] "=v"(rounded.raw) : [v] "v"(v.raw));
+  return rounded;
+#else
+  return hn::NearestInt(v);
+#endif
+}
+
 // out = round(a * b * factor), saturated to 16 bits; n a multiple of 16.
 HWY_INLINE void QuantizeProduct(const float* a, const float* b, float factor, size_t n, int16_t* out) {
   const DF d;
   const hn::Rebind<int16_t, DF> d16;
   for (size_t i = 0; i < n; i += kLanes) {
     const VF product = hn::Mul(hn::Mul(hn::LoadU(d, a + i), hn::LoadU(d, b + i)), hn::Set(d, factor));
-    hn::StoreU(hn::DemoteTo(d16, hn::NearestInt(product)), d16, out + i);
+    hn::StoreU(hn::DemoteTo(d16, RoundToInt(product)), d16, out + i);
   }
+}
+
+#if HWY_TARGET == HWY_AVX3_DL
+// round(weights * scale) of 32 tokens as 16 bits, tokens 4k..4k+3 and 16+4k..16+4k+3 in the k-th 128 bits.
+HWY_INLINE VS QuantizeWeightRow(const float* weights, const float* scale) {
+  const DF d;
+  return hn::ReorderDemote2To(DS(), RoundToInt(hn::Mul(hn::LoadU(d, weights), hn::LoadU(d, scale))),
+                              RoundToInt(hn::Mul(hn::LoadU(d, weights + kLanes), hn::LoadU(d, scale + kLanes))));
+}
+#endif
+
+// out = round(weights * scale) of the 32 tokens of a page, in their order.
+HWY_INLINE void QuantizeWeightRow(const float* weights, const float* scale, int16_t* out) {
+#if HWY_TARGET == HWY_AVX3_DL
+  const hn::Repartition<int64_t, DF> d64;
+  alignas(64) static constexpr int64_t kOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+  hn::StoreU(
+      hn::TableLookupLanes(hn::BitCast(d64, QuantizeWeightRow(weights, scale)), hn::SetTableIndices(d64, kOrder)), d64,
+      reinterpret_cast<int64_t*>(out));
+#else
+  const hn::Rebind<int16_t, DF> d16;
+  for (size_t t = 0; t < kPageTokens; t += kLanes) {
+    const VF product = hn::Mul(hn::LoadU(DF(), weights + t), hn::LoadU(DF(), scale + t));
+    hn::StoreU(hn::DemoteTo(d16, RoundToInt(product)), d16, out + t);
+  }
+#endif
 }
 
 }  // namespace HWY_NAMESPACE

@@ -15,8 +15,9 @@ namespace qkv::attention {
 
 // Rows per tile of a prefill: enough to pay for unpacking a block, few enough for scores and outputs to stay in L2.
 inline constexpr int kTileRows = 96;
-// Up to this many rows attention runs on the codes themselves, page by page; above, pages are unpacked to fp32 once for
-// all rows, four at a time. At 30 rows of head dim 64 the codes took 0.67 (i8) to 0.93 (i8-channel) of the time.
+// Up to this many rows attention goes page by page, in the order in which the pages lie. Above, it takes four pages at a
+// time, so that softmax and outputs are touched less often, and unpacks codecs that have no kernel for their codes (and
+// halves) to fp32, once for all rows.
 inline constexpr int kFewRows = 32;
 inline constexpr int kGroupPages = 4;
 inline constexpr int kScoreStride = kGroupPages * kPageTokens;
@@ -38,23 +39,24 @@ struct Scratch {
     carve(scores, rows * kScoreStride);
     carve(outputs, rows * dim);
     carve(sums, rows * kMaxLanes);
-    for (float** row_values : {&maxima, &group_maxima, &keep, &gain, &weight_scale, &base}) {
+    for (float** row_values : {&maxima, &group_maxima, &keep, &gain, &weight_scale, &base, &ones}) {
       carve(*row_values, padded_rows);
     }
     carve(k_panel, dim * kPageTokens);
     carve(v_panel, dim * kPageTokens * (few ? 1 : kGroupPages));
-    if (!few) return;
     carve(q_rows, rows * dim);
     carve(q_i8, rows * dim);
     carve(q_i8_scale, padded_rows);
     carve(q_channel, rows * dim);
     carve(q_channel_scale, padded_rows);
     carve(q_i4, rows * dim);
+    carve(q_i4_quads, rows * dim / 2);
     carve(q_i4_scale, padded_rows);
     carve(q_i4_sums, rows * kMaxI4Groups);
     carve(q_line, dim);
     carve(token_scale, kPageTokens);
     carve(weights, rows * kPageTokens);
+    carve(weight_quads, rows * kPageTokens / 2);
     carve(channel_scale, dim);
   }
 
@@ -70,21 +72,24 @@ struct Scratch {
   float* gain = nullptr;          // [rows], what this group's outputs are multiplied with
   float* weight_scale = nullptr;  // [rows], gain times the step of the quantized weights
   float* base = nullptr;          // [rows], added to this group's outputs
+  float* ones = nullptr;          // [rows], 1
   float* k_panel = nullptr;       // [head_dim][32]
   float* v_panel = nullptr;       // [32 or 128][head_dim]
 
-  // Few rows only. Quantized queries are signed 16-bit pairs of channels, in the order in which the codes lie.
+  // For kernels on the codes. Quantized queries are signed 16-bit pairs of channels, in the order in which the codes lie.
   float* q_rows = nullptr;           // as q, [rows][head_dim]
   int32_t* q_i8 = nullptr;           // [head_dim / 2][rows of the block] per block
   float* q_i8_scale = nullptr;       // [rows]
   int32_t* q_channel = nullptr;      // as q_i8, with the current block's channel scales folded in
   float* q_channel_scale = nullptr;  // [rows]
   int32_t* q_i4 = nullptr;           // [head_dim / 8][4 nibbles][rows of the block] per block
+  int32_t* q_i4_quads = nullptr;     // [head_dim / 8][2 nibbles][2 digits][rows of the block] per block, four s8 each
   float* q_i4_scale = nullptr;       // [rows]
   float* q_i4_sums = nullptr;        // [rows][kMaxI4Groups], sums of the 16-bit values
   int16_t* q_line = nullptr;         // [head_dim]
   float* token_scale = nullptr;      // [32]
   int16_t* weights = nullptr;        // [rows][32]
+  int32_t* weight_quads = nullptr;   // [rows][4 groups of 8 tokens][2 nibbles][2 digits], four s8 each
   float* channel_scale = nullptr;    // [head_dim]
 };
 

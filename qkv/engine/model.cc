@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "qkv/engine/model_internal.h"
+#include "qkv/engine/repack.h"
 
 namespace qkv {
 namespace {
@@ -180,7 +181,27 @@ Result<Fd> OpenGguf(const std::string& path) {
   return fd;
 }
 
+// Matrix products read the packed weights from here on; the embedding's rows are read as they lie in the file.
+Status Repack(Model::Internal& m) {
+  std::vector<ggml_tensor**> matrices = {&m.output};
+  for (LayerWeights& layer : m.layers) {
+    for (ggml_tensor** matrix :
+         {&layer.wq, &layer.wk, &layer.wv, &layer.wo, &layer.ffn_gate, &layer.ffn_up, &layer.ffn_down}) {
+      matrices.push_back(matrix);
+    }
+  }
+  std::vector<ggml_tensor*> weights;
+  for (ggml_tensor** matrix : matrices) weights.push_back(*matrix);
+  QKV_ASSIGN_OR_RETURN(m.repacked, RepackedWeights::Create(weights, Fd()));
+  if (m.repacked == nullptr) return {};
+  for (ggml_tensor** matrix : matrices) *matrix = m.repacked->Packed(*matrix);
+  return {};
+}
+
 }  // namespace
+
+Model::Internal::Internal() = default;
+Model::Internal::~Internal() = default;
 
 Model::Model(std::unique_ptr<Internal> internal) : internal_(std::move(internal)) {}
 Model::~Model() = default;
@@ -267,6 +288,7 @@ Result<std::shared_ptr<const Model>> Model::Load(const std::string& path) {
     layer.ffn_down = get.Get(name("ffn_down.weight"), p.n_ff, p.n_embd);
   }
   if (!get.status()) return fail(get.status().error());
+  if (auto status = Repack(*m); !status) return fail(status.error());
 
   llama_model_params vocab_params = llama_model_default_params();
   vocab_params.vocab_only = true;

@@ -41,7 +41,12 @@ struct LayerWeights {
   ggml_tensor *ffn_gate = nullptr, *ffn_up = nullptr, *ffn_down = nullptr;
 };
 
+class RepackedWeights;
+
 struct Model::Internal {
+  Internal();
+  ~Internal();
+
   std::string path;
   HyperParams params;
   Mapping file;
@@ -55,8 +60,9 @@ struct Model::Internal {
   ggml_tensor* token_embedding = nullptr;
   ggml_tensor* output_norm = nullptr;
   ggml_tensor* output = nullptr;
-  ggml_tensor* rope_factors = nullptr;  // optional, [rope_dims / 2]
-  std::vector<LayerWeights> layers;
+  ggml_tensor* rope_factors = nullptr;        // optional, [rope_dims / 2]
+  std::vector<LayerWeights> layers;           // for matrix products packed ones, where there are any
+  std::unique_ptr<RepackedWeights> repacked;  // nullptr: none
 
   mutable std::once_flag identity_once;
   mutable ModelIdentity identity;

@@ -21,7 +21,7 @@ Result<ggml_type> CacheType(const std::string& name) {
 }  // namespace
 
 struct Peer::Impl {
-  llama_model* model = nullptr;
+  std::shared_ptr<llama_model> model;
   llama_context* context = nullptr;
   int n_batch = 0;
   int n_vocab = 0;
@@ -30,7 +30,6 @@ struct Peer::Impl {
 
   ~Impl() {
     if (context != nullptr) llama_free(context);
-    if (model != nullptr) llama_model_free(model);
   }
 };
 
@@ -47,9 +46,18 @@ Result<std::unique_ptr<Peer>> Peer::Load(const std::string& path) {
   llama_log_set(IgnoreLog, nullptr);
   llama_backend_init();
   auto impl = std::make_unique<Impl>();
-  impl->model = llama_model_load_from_file(path.c_str(), llama_model_default_params());
+  impl->model.reset(llama_model_load_from_file(path.c_str(), llama_model_default_params()), [](llama_model* model) {
+    if (model != nullptr) llama_model_free(model);
+  });
   if (impl->model == nullptr) return Err(Code::kInvalidArgument, "libllama cannot load '{}'", path);
-  impl->n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(impl->model));
+  impl->n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(impl->model.get()));
+  return std::unique_ptr<Peer>(new Peer(std::move(impl)));
+}
+
+std::unique_ptr<Peer> Peer::Twin() const {
+  auto impl = std::make_unique<Impl>();
+  impl->model = impl_->model;
+  impl->n_vocab = impl_->n_vocab;
   return std::unique_ptr<Peer>(new Peer(std::move(impl)));
 }
 
@@ -65,8 +73,10 @@ Status Peer::Reset(const PeerOptions& options) {
   params.type_v = type;
   params.flash_attn_type = options.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
   params.no_perf = true;
+  params.n_seq_max = 2;  // FillWithCopies needs a second one; both in one buffer, so that it costs nothing
+  params.kv_unified = true;
   if (impl_->context != nullptr) llama_free(std::exchange(impl_->context, nullptr));
-  impl_->context = llama_init_from_model(impl_->model, params);
+  impl_->context = llama_init_from_model(impl_->model.get(), params);
   if (impl_->context == nullptr)
     return Err(Code::kExhausted, "libllama cannot make a context of {} tokens", options.n_ctx);
   impl_->n_batch = options.n_batch;
@@ -110,21 +120,55 @@ Result<std::vector<uint8_t>> Peer::SaveState() {
   return state;
 }
 
-Status WriteF32Model(const std::string& path, const std::string& to) {
-  llama_log_set(IgnoreLog, nullptr);
-  llama_backend_init();
-  llama_model_quantize_params params = llama_model_quantize_default_params();
-  params.ftype = LLAMA_FTYPE_ALL_F32;
-  params.allow_requantize = true;
-  if (llama_model_quantize(path.c_str(), to.c_str(), &params) != 0) {
-    return Err(Code::kInternal, "libllama could not write '{}' in fp32", path);
+Status Peer::RestoreState(std::span<const uint8_t> state) {
+  if (llama_state_seq_set_data(impl_->context, state.data(), state.size(), 0) == 0) {
+    return Err(Code::kInternal, "libllama could not restore its state");
   }
   return {};
 }
 
-Status Peer::RestoreState(std::span<const uint8_t> state) {
-  if (llama_state_seq_set_data(impl_->context, state.data(), state.size(), 0) == 0) {
-    return Err(Code::kInternal, "libllama could not restore its state");
+Status Peer::FillWithCopies(std::span<const Token> tokens, int depth) {
+  constexpr llama_seq_id kCopy = 1;
+  const int n_copied = static_cast<int>(tokens.size());
+  QKV_RETURN_IF_ERROR(Forward(tokens.first(std::min(n_copied, depth))));
+  if (depth <= n_copied) return {};
+  QKV_ASSIGN_OR_RETURN(const std::vector<uint8_t> state, SaveState());
+  llama_memory_t memory = llama_get_memory(impl_->context);
+  for (int position = n_copied; position < depth; position += n_copied) {
+    if (llama_state_seq_set_data(impl_->context, state.data(), state.size(), kCopy) == 0) {
+      return Err(Code::kInternal, "libllama could not restore its state at token {}", position);
+    }
+    llama_memory_seq_rm(memory, kCopy, std::min(n_copied, depth - position), -1);
+    llama_memory_seq_add(memory, kCopy, 0, -1, position);
+    llama_memory_seq_cp(memory, kCopy, 0, -1, -1);
+    llama_memory_seq_rm(memory, kCopy, -1, -1);
+  }
+  return {};
+}
+
+Status Peer::Truncate(int n_tokens) {
+  if (!llama_memory_seq_rm(llama_get_memory(impl_->context), 0, n_tokens, -1)) {
+    return Err(Code::kInternal, "libllama could not drop tokens from {} on", n_tokens);
+  }
+  return {};
+}
+
+Status WriteRequantizedModel(const std::string& path, const std::string& type, const std::string& to) {
+  static constexpr std::pair<std::string_view, llama_ftype> kTypes[] = {{"f32", LLAMA_FTYPE_ALL_F32},
+                                                                        {"q4_0", LLAMA_FTYPE_MOSTLY_Q4_0},
+                                                                        {"q4_1", LLAMA_FTYPE_MOSTLY_Q4_1},
+                                                                        {"q8_0", LLAMA_FTYPE_MOSTLY_Q8_0}};
+  const auto* known = std::ranges::find(kTypes, type, &std::pair<std::string_view, llama_ftype>::first);
+  if (known == std::end(kTypes)) {
+    return Err(Code::kInvalidArgument, "weights '{}', expected f32, q4_0, q4_1 or q8_0", type);
+  }
+  llama_log_set(IgnoreLog, nullptr);
+  llama_backend_init();
+  llama_model_quantize_params params = llama_model_quantize_default_params();
+  params.ftype = known->second;
+  params.allow_requantize = true;
+  if (llama_model_quantize(path.c_str(), to.c_str(), &params) != 0) {
+    return Err(Code::kInternal, "libllama could not write '{}' as {}", path, type);
   }
   return {};
 }

@@ -28,12 +28,18 @@ class Peer {
  public:
   // Loads the model as libllama does by default (mapped, repacked where it knows how).
   static Result<std::unique_ptr<Peer>> Load(const std::string& path);
+  // Another one with the same weights and, so far, no context.
+  std::unique_ptr<Peer> Twin() const;
   ~Peer();
 
   // A new context with an empty cache; replaces the one before.
   Status Reset(const PeerOptions& options);
   // Reads tokens; logits of the last one, or of every one.
   Status Forward(std::span<const Token> tokens, bool all_logits = false);
+  // An empty cache becomes one of `depth` tokens, by copies of the cache that `tokens` give, which libllama moves to their
+  // positions: for measuring speed without the time to read so many.
+  Status FillWithCopies(std::span<const Token> tokens, int depth);
+  Status Truncate(int n_tokens);
   std::span<const float> logits() const;      // [n_vocab]
   std::span<const float> all_logits() const;  // [tokens of the last Forward][n_vocab], after all_logits
   // The whole sequence's state, as its server saves and restores it.
@@ -46,7 +52,7 @@ class Peer {
   std::unique_ptr<Impl> impl_;
 };
 
-// The same model with its weights in fp32, by libllama's own quantizer.
-Status WriteF32Model(const std::string& path, const std::string& to);
+// The same model with other weights, by libllama's own quantizer. Types: "f32", "q4_0", "q4_1", "q8_0".
+Status WriteRequantizedModel(const std::string& path, const std::string& type, const std::string& to);
 
 }  // namespace qkv

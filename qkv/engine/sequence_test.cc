@@ -80,7 +80,7 @@ float Worst(std::span<const float> a, std::span<const float> b) {
 
 TEST(Oracle, AgreesWithLibllamaOnPrefillAndOnGreedyTokens) {
   const std::string path = ::testing::TempDir() + "qkv-oracle-f32.gguf";
-  ASSERT_TRUE(WriteF32Model(TestModelPath(), path));
+  ASSERT_TRUE(WriteRequantizedModel(TestModelPath(), "f32", path));
   const auto model = Model::Load(path);
   const auto peer = Peer::Load(path);
   std::remove(path.c_str());  // both have it mapped

@@ -1,0 +1,179 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+
+// bench scale: what a decoded token costs as the context grows, with more threads, and with more agents on one context.
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+
+#include "qkv/base/fd.h"
+#include "qkv/cli/bench.h"
+#include "qkv/cli/options.h"
+#include "qkv/cli/progress.h"
+
+namespace qkv::cli {
+namespace {
+
+struct Options {
+  ModelOptions model;
+  std::string depths = "1024,2048,4096,8192,16384,32768";
+  std::string threads;  // empty: 1 to all
+  std::string agents = "1,4,16";
+  int agents_depth = 4096;
+  int n_decode = 16;
+  int runs = 5;
+  bool json = false;
+};
+
+// ms per token, median over runs.
+Result<double> DecodeMs(Sequence& sequence, int n_decode, int runs) {
+  const std::vector<Token> tokens = SomeTokens(sequence.model(), n_decode + 1, 2);
+  const int depth = static_cast<int>(sequence.tokens().size());
+  std::vector<double> ms;
+  for (int run = 0; run < runs; ++run) {
+    QKV_RETURN_IF_ERROR(sequence.Forward({tokens.data(), 1}));  // verifies attached pages, wakes threads
+    const auto start = Clock::now();
+    for (int t = 1; t <= n_decode; ++t) QKV_RETURN_IF_ERROR(sequence.Forward({&tokens[t], 1}));
+    ms.push_back(MsSince(start) / n_decode);
+    QKV_RETURN_IF_ERROR(sequence.Truncate(depth));
+  }
+  return Median(ms);
+}
+
+Result<Json> Measure(Options options) {
+  QKV_ASSIGN_OR_RETURN(const std::vector<int> depths, ParseIntList(options.depths, "--depth", 1, 1 << 20));
+  QKV_ASSIGN_OR_RETURN(const std::vector<int> agents, ParseIntList(options.agents, "--agents", 1, 1024));
+  const int n_cpus = static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
+  std::vector<int> threads;
+  if (options.threads.empty()) {
+    for (int n = 1; n < n_cpus; n *= 2) threads.push_back(n);
+    threads.push_back(n_cpus);
+  } else {
+    QKV_ASSIGN_OR_RETURN(threads, ParseIntList(options.threads, "--scale-threads", 1, 512));
+  }
+  if (options.model.n_threads == 0) options.model.n_threads = n_cpus;
+  QKV_ASSIGN_OR_RETURN(options.model.model, FindModel(options.model.model));
+  QKV_ASSIGN_OR_RETURN(const auto model, Model::Load(options.model.model));
+  Progress progress("bench");
+  const auto note = [&](const std::string& text) {
+    if (::isatty(STDERR_FILENO)) progress.Note("bench: " + text);
+  };
+  const auto make = [&](int depth, int n_threads) {
+    ModelOptions with = options.model;
+    with.n_threads = n_threads;
+    with.n_ctx = depth + options.n_decode + 64;
+    return NewSequence(with, model);
+  };
+
+  Json json;
+  json["model"] = model->params().name;
+  json["kv"] = options.model.kv;
+  json["threads"] = options.model.n_threads;
+  json["depth"] = Json::array();
+  QKV_ASSIGN_OR_RETURN(const auto empty, make(1, options.model.n_threads));
+  QKV_RETURN_IF_ERROR(empty->Forward(SomeTokens(*model, 1, 1)));
+  QKV_ASSIGN_OR_RETURN(const double base_ms, DecodeMs(*empty, options.n_decode, options.runs));
+  json["decode_ms_at_depth_0"] = base_ms;
+  for (const int depth : depths) {
+    note(fmt::format("depth {}", depth));
+    QKV_ASSIGN_OR_RETURN(const auto sequence, make(depth, options.model.n_threads));
+    QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*sequence, depth));
+    QKV_RETURN_IF_ERROR(sequence->Attach(context));
+    QKV_ASSIGN_OR_RETURN(const double ms, DecodeMs(*sequence, options.n_decode, options.runs));
+    json["depth"].push_back(
+        {{"depth", depth}, {"decode_ms", ms}, {"ns_per_token_of_depth", (ms - base_ms) * 1e6 / depth}});
+  }
+
+  const int depth = options.agents_depth;
+  QKV_ASSIGN_OR_RETURN(const auto producer, make(depth, options.model.n_threads));
+  QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*producer, depth));
+  json["threads_at_depth"] = depth;
+  json["by_threads"] = Json::array();
+  for (const int n : threads) {
+    note(fmt::format("{} threads", n));
+    QKV_ASSIGN_OR_RETURN(const auto sequence, make(depth, n));
+    QKV_RETURN_IF_ERROR(sequence->Attach(context));
+    QKV_ASSIGN_OR_RETURN(const double ms, DecodeMs(*sequence, options.n_decode, options.runs));
+    json["by_threads"].push_back({{"threads", n}, {"decode_ms", ms}});
+  }
+  // Agents of one process that take turns: what grows is each one's suffix, not the context.
+  json["by_agents"] = Json::array();
+  for (const int n : agents) {
+    note(fmt::format("{} agents", n));
+    std::vector<std::unique_ptr<Sequence>> sequences;
+    std::vector<double> ms;
+    uint64_t shared = 0, own = 0;
+    for (int i = 0; i < n; ++i) {
+      sequences.emplace_back();
+      QKV_ASSIGN_OR_RETURN(sequences.back(), make(depth, options.model.n_threads));
+      QKV_RETURN_IF_ERROR(sequences.back()->Attach(context));
+    }
+    for (auto& sequence : sequences) {
+      QKV_ASSIGN_OR_RETURN(const double each, DecodeMs(*sequence, options.n_decode, 1));
+      ms.push_back(each);
+      shared = std::max(shared, sequence->stats().shared_kv_bytes);
+      own += sequence->stats().own_kv_bytes + sequence->stats().tail_bytes;
+    }
+    json["by_agents"].push_back(
+        {{"agents", n}, {"decode_ms", Median(ms)}, {"shared_kv_bytes", shared}, {"suffix_kv_bytes", own}});
+  }
+  return json;
+}
+
+void PrintTable(const Json& json) {
+  constexpr double kMiB = 1 << 20;
+  fmt::print("{}, {} pages, {} threads: {:.2f} ms per token with nothing before it\n", json["model"].get<std::string>(),
+             json["kv"].get<std::string>(), json["threads"].get<int>(), json["decode_ms_at_depth_0"].get<double>());
+  fmt::print("{:>8} {:>12} {:>24}\n", "DEPTH", "DECODE ms", "ns per token of depth");
+  for (const Json& row : json["depth"]) {
+    fmt::print("{:>8} {:>12.2f} {:>24.0f}\n", row["depth"].get<int>(), row["decode_ms"].get<double>(),
+               row["ns_per_token_of_depth"].get<double>());
+  }
+  fmt::print("at depth {}:\n{:>8} {:>12}\n", json["threads_at_depth"].get<int>(), "THREADS", "DECODE ms");
+  for (const Json& row : json["by_threads"]) {
+    fmt::print("{:>8} {:>12.2f}\n", row["threads"].get<int>(), row["decode_ms"].get<double>());
+  }
+  fmt::print("{:>8} {:>12} {:>16} {:>20}\n", "AGENTS", "DECODE ms", "shared KV", "all suffixes' KV");
+  for (const Json& row : json["by_agents"]) {
+    fmt::print("{:>8} {:>12.2f} {:>12.1f} MiB {:>16.1f} MiB\n", row["agents"].get<int>(),
+               row["decode_ms"].get<double>(), row["shared_kv_bytes"].get<double>() / kMiB,
+               row["suffix_kv_bytes"].get<double>() / kMiB);
+  }
+}
+
+}  // namespace
+
+void AddBenchScale(CLI::App& bench, int& status) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = bench.add_subcommand("scale", "decode against depth, threads and agents on one context");
+  command->add_option("--depth", options->depths, "context lengths in tokens")
+      ->capture_default_str()
+      ->type_name("N,N,…");
+  command->add_option("--scale-threads", options->threads, "numbers of threads; default: 1, 2, 4 … all")
+      ->type_name("N,N,…");
+  command->add_option("--agents", options->agents, "agents on one context")->capture_default_str()->type_name("N,N,…");
+  command->add_option("--agents-depth", options->agents_depth, "tokens of that context, and of the threads' one")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 20));
+  command->add_option("--runs", options->runs, "runs behind each median")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1000));
+  command->add_flag("--json", options->json, "print JSON");
+  options->model.AddTo(*command);
+  command->footer("Example: qkvshare bench scale --depth 1024,8192,32768 --kv i8");
+  command->callback([options, &status] {
+    const Result<Json> json = Measure(*options);
+    if (!json) {
+      status = Fail(json.error());
+    } else if (options->json) {
+      fmt::print("{}\n", json->dump(2));
+    } else {
+      PrintTable(*json);
+    }
+  });
+}
+
+}  // namespace qkv::cli
