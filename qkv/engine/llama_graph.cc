@@ -8,8 +8,17 @@ namespace {
 constexpr int kRopeInterleaved = 0;  // ggml's mode for pairs (2i, 2i + 1), as GGUF's "llama" stores them
 constexpr size_t kNodesPerLayer = 40;
 
-ggml_tensor* Linear(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* bias, ggml_tensor* x) {
-  ggml_tensor* y = ggml_mul_mat(ctx, weight, x);
+void AddOffsetsOp(ggml_tensor* dst, int ith, int nth, void* userdata) {
+  const ggml_tensor* x = dst->src[1];
+  AddBlockOffsets(*static_cast<const BlockOffsets*>(userdata), static_cast<const float*>(x->data),
+                  static_cast<int>(ggml_nrows(x)), static_cast<float*>(dst->data), ith, nth);
+}
+
+ggml_tensor* Linear(ggml_context* ctx, const Matrix& matrix, ggml_tensor* bias, ggml_tensor* x) {
+  ggml_tensor* y = ggml_mul_mat(ctx, matrix.weight, x);
+  if (matrix.offsets.values != nullptr) {
+    y = ggml_custom_inplace(ctx, y, &x, 1, AddOffsetsOp, GGML_N_TASKS_MAX, const_cast<BlockOffsets*>(&matrix.offsets));
+  }
   return bias != nullptr ? ggml_add(ctx, y, bias) : y;
 }
 
@@ -37,8 +46,7 @@ LlamaGraph::LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logi
   ggml_set_input(tokens_);
   ggml_set_input(positions_);
 
-  const auto rope = [&](ggml_tensor* x, int n_heads) {
-    x = ggml_reshape_3d(ctx, x, p.head_dim, n_heads, n_tokens);
+  const auto rope = [&](ggml_tensor* x) {
     return ggml_rope_ext(ctx, x, positions_, model.rope_factors, p.rope_dims, kRopeInterleaved, p.n_ctx_train,
                          p.rope_base, p.rope_scale, /*ext_factor=*/0, /*attn_factor=*/1, /*beta_fast=*/32,
                          /*beta_slow=*/1);
@@ -48,9 +56,27 @@ LlamaGraph::LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logi
   for (int il = 0; il < p.n_layers; ++il) {
     const LayerWeights& layer = model.layers[il];
     ggml_tensor* x = RmsNorm(ctx, residual, layer.attn_norm, p.rms_eps);
-    ggml_tensor* q = rope(Linear(ctx, layer.wq, layer.bq, x), p.n_heads);
-    ggml_tensor* k = rope(Linear(ctx, layer.wk, layer.bk, x), p.n_kv_heads);
-    ggml_tensor* v = Linear(ctx, layer.wv, layer.bv, x);
+    ggml_tensor *q, *k, *v;  // [head_dim, heads, n_tokens]
+    if (layer.wqkv.weight != nullptr) {
+      ggml_tensor* qkv = Linear(ctx, layer.wqkv, nullptr, x);
+      const size_t head_bytes = p.head_dim * sizeof(float);
+      const auto heads = [&](int first, int n, ggml_tensor* bias) {
+        ggml_tensor* part = ggml_view_3d(ctx, qkv, p.head_dim, n, n_tokens, head_bytes, qkv->nb[1], head_bytes * first);
+        return bias == nullptr ? part : ggml_add(ctx, part, ggml_reshape_2d(ctx, bias, p.head_dim, n));
+      };
+      q = heads(0, p.n_heads, layer.bq);
+      k = heads(p.n_heads, p.n_kv_heads, layer.bk);
+      v = heads(p.n_heads + p.n_kv_heads, p.n_kv_heads, layer.bv);
+    } else {
+      const auto heads = [&](const Matrix& matrix, ggml_tensor* bias, int n) {
+        return ggml_reshape_3d(ctx, Linear(ctx, matrix, bias, x), p.head_dim, n, n_tokens);
+      };
+      q = heads(layer.wq, layer.bq, p.n_heads);
+      k = heads(layer.wk, layer.bk, p.n_kv_heads);
+      v = heads(layer.wv, layer.bv, p.n_kv_heads);
+    }
+    q = rope(q);
+    k = rope(k);
 
     ggml_tensor* append_args[] = {k, v};
     ggml_tensor* appended = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, append_args, 2, ops[il].append,
@@ -67,12 +93,15 @@ LlamaGraph::LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logi
     residual = ggml_add(ctx, Linear(ctx, layer.wo, layer.bo, x), residual);
 
     x = RmsNorm(ctx, residual, layer.ffn_norm, p.rms_eps);
-    ggml_tensor* up = ggml_mul_mat(ctx, layer.ffn_up, x);
-    ggml_tensor* gate = ggml_mul_mat(ctx, layer.ffn_gate, x);
-    x = ggml_mul_mat(ctx, layer.ffn_down, ggml_swiglu_split(ctx, gate, up));
-    residual = ggml_add(ctx, x, residual);
+    if (layer.ffn_gate_up.weight != nullptr) {
+      x = ggml_swiglu(ctx, Linear(ctx, layer.ffn_gate_up, nullptr, x));
+    } else {
+      ggml_tensor* up = Linear(ctx, layer.ffn_up, nullptr, x);
+      x = ggml_swiglu_split(ctx, Linear(ctx, layer.ffn_gate, nullptr, x), up);
+    }
+    residual = ggml_add(ctx, Linear(ctx, layer.ffn_down, nullptr, x), residual);
   }
-  logits_ = ggml_mul_mat(ctx, model.output, RmsNorm(ctx, residual, model.output_norm, p.rms_eps));
+  logits_ = Linear(ctx, model.output, nullptr, RmsNorm(ctx, residual, model.output_norm, p.rms_eps));
   ggml_set_output(logits_);
   ggml_build_forward_expand(graph_, logits_);
 

@@ -20,7 +20,7 @@ namespace qkv {
 // What a layer's custom operations call, each on all of ggml's threads, with a barrier between them: `append` stores the new
 // K and V rows, `attend` fills in the output (or partial results), `merge` finishes it in place.
 struct LayerOps {
-  ggml_custom_op_t append;  // dst->src: K [head_dim, n_kv_heads, n], V [n_kv_heads * head_dim, n]
+  ggml_custom_op_t append;  // dst->src: K and V [head_dim, n_kv_heads, n]; V's tokens may lie apart
   ggml_custom_op_t attend;  // dst: [n_heads * head_dim, n]; dst->src[0]: Q [head_dim, n_heads, n]
   ggml_custom_op_t merge;   // dst: attend's
   void* userdata;

@@ -12,7 +12,6 @@
 #include <optional>
 
 #include "qkv/engine/model_internal.h"
-#include "qkv/engine/repack.h"
 
 namespace qkv {
 namespace {
@@ -181,27 +180,31 @@ Result<Fd> OpenGguf(const std::string& path) {
   return fd;
 }
 
-// Matrix products read the packed weights from here on; the embedding's rows are read as they lie in the file.
+// Replaces matrices by packed ones, where there are any. The embedding's rows are read as they lie in the file.
 Status Repack(Model::Internal& m) {
-  std::vector<ggml_tensor**> matrices = {&m.output};
+  std::vector<RepackedWeights::Group> groups = {{m.output.weight}};
   for (LayerWeights& layer : m.layers) {
-    for (ggml_tensor** matrix :
-         {&layer.wq, &layer.wk, &layer.wv, &layer.wo, &layer.ffn_gate, &layer.ffn_up, &layer.ffn_down}) {
-      matrices.push_back(matrix);
-    }
+    groups.push_back({layer.wq.weight, layer.wk.weight, layer.wv.weight});
+    groups.push_back({layer.wo.weight});
+    groups.push_back({layer.ffn_gate.weight, layer.ffn_up.weight});
+    groups.push_back({layer.ffn_down.weight});
   }
-  std::vector<ggml_tensor*> weights;
-  for (ggml_tensor** matrix : matrices) weights.push_back(*matrix);
-  QKV_ASSIGN_OR_RETURN(m.repacked, RepackedWeights::Create(weights, Fd()));
-  if (m.repacked == nullptr) return {};
-  for (ggml_tensor** matrix : matrices) *matrix = m.repacked->Packed(*matrix);
+  QKV_ASSIGN_OR_RETURN(m.repacked, RepackedWeights::Create(groups, Fd()));
+  size_t next = 0;
+  const auto replace = [&](Matrix& matrix) {
+    if (const Matrix* packed = m.repacked->Packed(next++)) matrix = *packed;
+  };
+  replace(m.output);
+  for (LayerWeights& layer : m.layers) {
+    replace(layer.wqkv);
+    replace(layer.wo);
+    replace(layer.ffn_gate_up);
+    replace(layer.ffn_down);
+  }
   return {};
 }
 
 }  // namespace
-
-Model::Internal::Internal() = default;
-Model::Internal::~Internal() = default;
 
 Model::Model(std::unique_ptr<Internal> internal) : internal_(std::move(internal)) {}
 Model::~Model() = default;
@@ -266,26 +269,26 @@ Result<std::shared_ptr<const Model>> Model::Load(const std::string& path) {
   p.n_vocab = embedding != nullptr ? static_cast<int>(embedding->ne[1]) : 0;
   m->token_embedding = get.Get("token_embd.weight", p.n_embd, p.n_vocab);
   m->output_norm = get.Get("output_norm.weight", p.n_embd);
-  m->output = get.Get("output.weight", p.n_embd, p.n_vocab, false);
-  if (m->output == nullptr) m->output = m->token_embedding;
+  m->output.weight = get.Get("output.weight", p.n_embd, p.n_vocab, false);
+  if (m->output.weight == nullptr) m->output.weight = m->token_embedding;
   m->rope_factors = get.Get("rope_freqs.weight", p.rope_dims / 2, 1, false);
   m->layers.resize(p.n_layers);
   for (int il = 0; il < p.n_layers; ++il) {
     LayerWeights& layer = m->layers[il];
     const auto name = [il](const char* suffix) { return fmt::format("blk.{}.{}", il, suffix); };
     layer.attn_norm = get.Get(name("attn_norm.weight"), p.n_embd);
-    layer.wq = get.Get(name("attn_q.weight"), p.n_embd, n_q);
-    layer.wk = get.Get(name("attn_k.weight"), p.n_embd, n_kv);
-    layer.wv = get.Get(name("attn_v.weight"), p.n_embd, n_kv);
-    layer.wo = get.Get(name("attn_output.weight"), n_q, p.n_embd);
+    layer.wq.weight = get.Get(name("attn_q.weight"), p.n_embd, n_q);
+    layer.wk.weight = get.Get(name("attn_k.weight"), p.n_embd, n_kv);
+    layer.wv.weight = get.Get(name("attn_v.weight"), p.n_embd, n_kv);
+    layer.wo.weight = get.Get(name("attn_output.weight"), n_q, p.n_embd);
     layer.bq = get.Get(name("attn_q.bias"), n_q, 1, false);
     layer.bk = get.Get(name("attn_k.bias"), n_kv, 1, false);
     layer.bv = get.Get(name("attn_v.bias"), n_kv, 1, false);
     layer.bo = get.Get(name("attn_output.bias"), p.n_embd, 1, false);
     layer.ffn_norm = get.Get(name("ffn_norm.weight"), p.n_embd);
-    layer.ffn_gate = get.Get(name("ffn_gate.weight"), p.n_embd, p.n_ff);
-    layer.ffn_up = get.Get(name("ffn_up.weight"), p.n_embd, p.n_ff);
-    layer.ffn_down = get.Get(name("ffn_down.weight"), p.n_ff, p.n_embd);
+    layer.ffn_gate.weight = get.Get(name("ffn_gate.weight"), p.n_embd, p.n_ff);
+    layer.ffn_up.weight = get.Get(name("ffn_up.weight"), p.n_embd, p.n_ff);
+    layer.ffn_down.weight = get.Get(name("ffn_down.weight"), p.n_ff, p.n_embd);
   }
   if (!get.status()) return fail(get.status().error());
   if (auto status = Repack(*m); !status) return fail(status.error());

@@ -17,36 +17,31 @@
 
 #include "qkv/base/fd.h"
 #include "qkv/engine/model.h"
+#include "qkv/engine/repack.h"
 
 namespace qkv {
 
 struct GgufDeleter {
   void operator()(gguf_context* gguf) const { gguf_free(gguf); }
 };
-struct GgmlDeleter {
-  void operator()(ggml_context* context) const { ggml_free(context); }
-};
-struct BufferDeleter {
-  void operator()(ggml_backend_buffer* buffer) const { ggml_backend_buffer_free(buffer); }
-};
 struct VocabModelDeleter {
   void operator()(llama_model* model) const { llama_model_free(model); }
 };
 
+// Either the matrix of several projections, whose outputs lie behind each other, or one for each.
 struct LayerWeights {
   ggml_tensor* attn_norm = nullptr;
-  ggml_tensor *wq = nullptr, *wk = nullptr, *wv = nullptr, *wo = nullptr;
+  Matrix wqkv;
+  Matrix wq, wk, wv;
+  Matrix wo;
   ggml_tensor *bq = nullptr, *bk = nullptr, *bv = nullptr, *bo = nullptr;  // optional
   ggml_tensor* ffn_norm = nullptr;
-  ggml_tensor *ffn_gate = nullptr, *ffn_up = nullptr, *ffn_down = nullptr;
+  Matrix ffn_gate_up;
+  Matrix ffn_gate, ffn_up;
+  Matrix ffn_down;
 };
 
-class RepackedWeights;
-
 struct Model::Internal {
-  Internal();
-  ~Internal();
-
   std::string path;
   HyperParams params;
   Mapping file;
@@ -59,7 +54,7 @@ struct Model::Internal {
 
   ggml_tensor* token_embedding = nullptr;
   ggml_tensor* output_norm = nullptr;
-  ggml_tensor* output = nullptr;
+  Matrix output;
   ggml_tensor* rope_factors = nullptr;        // optional, [rope_dims / 2]
   std::vector<LayerWeights> layers;           // for matrix products packed ones, where there are any
   std::unique_ptr<RepackedWeights> repacked;  // nullptr: none

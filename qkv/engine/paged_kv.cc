@@ -143,7 +143,7 @@ void PagedKv::AbortStep() {
   RebuildRefs();
 }
 
-void PagedKv::AppendRows(int layer, const float* k, const float* v, int ith, int nth) {
+void PagedKv::AppendRows(int layer, const float* k, const float* v, size_t v_stride, int ith, int nth) {
   const int head_dim = geometry_.head_dim;
   const size_t row = static_cast<size_t>(geometry_.n_kv_heads) * head_dim;
   // The page and place of the step's first token.
@@ -167,7 +167,8 @@ void PagedKv::AppendRows(int layer, const float* k, const float* v, int ith, int
       auto* v_block = reinterpret_cast<uint16_t*>(base + f16_layout_.BlockOffset(Side::kV, layer, head));
       ggml_fp32_to_fp16_row(k + i * row + static_cast<size_t>(head) * head_dim, half, head_dim);
       for (int c = 0; c < head_dim; ++c) k_block[c * kPageTokens + token] = half[c];
-      ggml_fp32_to_fp16_row(v + i * row + static_cast<size_t>(head) * head_dim, v_block + token * head_dim, head_dim);
+      ggml_fp32_to_fp16_row(v + i * v_stride + static_cast<size_t>(head) * head_dim, v_block + token * head_dim,
+                            head_dim);
     }
   }
 }

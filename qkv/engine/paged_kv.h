@@ -57,8 +57,8 @@ class PagedKv {
   Status BeginStep(int n, bool settle);
   // With the n new tokens, whose rows are filled in by AppendRows layer by layer.
   std::span<const PageRef> pages() const { return refs_; }
-  // k, v: [n][n_kv_heads][head_dim] fp32 of the step's tokens, thread ith of nth does its share.
-  void AppendRows(int layer, const float* k, const float* v, int ith, int nth);
+  // k, v: [n][n_kv_heads][head_dim] fp32 of the step's tokens, V's v_stride apart; thread ith of nth does its share.
+  void AppendRows(int layer, const float* k, const float* v, size_t v_stride, int ith, int nth);
   // The step's tokens are there. `submit`: full pages go to the encoder.
   void EndStep(bool submit);
   // Takes back what BeginStep made room for.

@@ -97,8 +97,9 @@ struct alignas(kCacheLine) LayerStep {
 void AppendOp(ggml_tensor* dst, int ith, int nth, void* userdata) {
   auto& layer = *static_cast<LayerStep*>(userdata);
   layer.step->placement->Apply(ith);
-  layer.step->kv->AppendRows(layer.layer, static_cast<const float*>(dst->src[0]->data),
-                             static_cast<const float*>(dst->src[1]->data), ith, nth);
+  const ggml_tensor *k = dst->src[0], *v = dst->src[1];
+  layer.step->kv->AppendRows(layer.layer, static_cast<const float*>(k->data), static_cast<const float*>(v->data),
+                             v->nb[2] / sizeof(float), ith, nth);
 }
 
 void AttendOp(ggml_tensor* dst, int ith, int /*nth*/, void* userdata) {
