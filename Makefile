@@ -5,7 +5,7 @@ JOBS  ?= $(shell nproc)
 GENERATOR := $(if $(shell command -v ninja),-G Ninja)
 CMAKE_FLAGS ?=
 
-.PHONY: help setup configure build demo test bench sanitize tsan format clean
+.PHONY: help setup configure build demo test bench sanitize tsan neon format clean
 
 help:
 	@echo "make demo      set up, build, run examples/writer_editor.yaml --compare"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench     what a handoff costs, against libllama (bench handoff)"
 	@echo "make sanitize  unit tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make tsan      thread tests under ThreadSanitizer"
+	@echo "make neon      the kernels' tests for aarch64 under qemu-user"
 	@echo "make format    clang-format over the tree"
 
 setup:
@@ -46,6 +47,9 @@ tsan: setup
 	@cmake -S . -B $(BUILD)-tsan $(GENERATOR) -Wno-dev -DQKV_SANITIZE=thread $(CMAKE_FLAGS) > /dev/null
 	@cmake --build $(BUILD)-tsan -j $(JOBS) --target segment_test attention_test broker_test
 	@TSAN_OPTIONS=die_after_fork=0 ctest --test-dir $(BUILD)-tsan --output-on-failure --no-tests=error -R '^(segment|attention|broker)\.'
+
+neon:
+	@bash scripts/neon.sh $(BUILD)-neon
 
 format:
 	@git ls-files '*.h' '*.cc' | xargs clang-format -i

@@ -36,6 +36,8 @@ struct PageBlocks {
   const std::byte* v = nullptr;
   int first_key = 0;
   int tokens = 0;
+  int position_offset = 0;
+  bool hide_first = false;
 };
 
 constexpr size_t kPagesAhead = 2;
@@ -53,8 +55,9 @@ class ItemRun {
         rows_(static_cast<size_t>(item_.n_queries * plan.group())),
         few_(plan.tile_rows() <= kFewRows),
         blocks_(rows_),
+        q_(q),
         x_(plan, scratch) {
-    PackQueries(q);
+    PackQueries(0);
     std::fill_n(x_.outputs, rows_ * dim_, 0.0f);
     std::fill_n(x_.sums, rows_ * kMaxLanes, 0.0f);
     const size_t padded_rows = hwy::RoundUpTo(rows_, kMaxLanes);
@@ -62,7 +65,7 @@ class ItemRun {
     std::fill_n(x_.group_maxima, padded_rows, kNoMaximum);
     std::fill_n(x_.ones, padded_rows, 1.0f);
 #if HWY_TARGET != HWY_SCALAR
-    quads_ = kHasQuads && hwy::DivCeil(rows_, blocks_.count) <= kMaxQuadRows;
+    quads_ = CpuHasQuads() && hwy::DivCeil(rows_, blocks_.count) <= kMaxQuadRows;
 #endif
   }
 
@@ -82,7 +85,7 @@ class ItemRun {
       const std::span<const PageBlocks> pages(queue, static_cast<size_t>(queued));
       for (int i = 0; i < n; ++i) Scores(pages.subspan(static_cast<size_t>(i)), static_cast<size_t>(i));
       for (int i = 0; i < n; ++i) {
-        if (queue[i].tokens < kPageTokens || queue[i].first_key + kPageTokens > all_see) {
+        if (queue[i].tokens < kPageTokens || queue[i].first_key + kPageTokens > all_see || queue[i].hide_first) {
           Mask(queue[i], static_cast<size_t>(i), all_see);
         }
       }
@@ -127,8 +130,13 @@ class ItemRun {
       cursor.codecs = page.codecs;
       cursor.layout = PageLayout(geometry_, page.codecs);
     }
-    result = {page.codecs, page.data + cursor.layout.BlockOffset(Side::kK, layer_, item_.kv_head),
-              page.data + cursor.layout.BlockOffset(Side::kV, layer_, item_.kv_head), cursor.first_key, page.tokens};
+    result = {page.codecs,
+              page.data + cursor.layout.BlockOffset(Side::kK, layer_, item_.kv_head),
+              page.data + cursor.layout.BlockOffset(Side::kV, layer_, item_.kv_head),
+              cursor.first_key,
+              page.tokens,
+              page.position_offset,
+              page.hide_first};
     cursor.first_key += page.tokens;
     ++cursor.page;
     return true;
@@ -147,16 +155,35 @@ class ItemRun {
   }
 
   // The softmax works in powers of two; its factor goes into the queries.
-  void PackQueries(const float* q) {
+  void PackQueries(int position_offset) {
     const float factor = plan_.shape.scale * std::numbers::log2e_v<float>;
+    for (size_t row = 0; row < rows_; ++row) {
+      const float* from = q_ + Position(row) * dim_;
+      float* to = x_.q_rows + row * dim_;
+      for (size_t c = 0; c < dim_; ++c) to[c] = from[c] * factor;
+      if (position_offset != 0) TurnBack(plan_.TurnOf(position_offset), to);
+    }
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block), count = blocks_.Count(block);
       for (size_t r = 0; r < count; ++r) {
-        const float* from = q + Position(first + r) * dim_;
+        const float* from = x_.q_rows + (first + r) * dim_;
         float* to = x_.q + first * dim_ + r;
-        for (size_t c = 0; c < dim_; ++c) to[c * count] = from[c] * factor;
-        for (size_t c = 0; c < dim_; ++c) x_.q_rows[(first + r) * dim_ + c] = from[c] * factor;
+        for (size_t c = 0; c < dim_; ++c) to[c * count] = from[c];
       }
+    }
+    position_offset_ = position_offset;
+    q_i8_ready_ = q_i4_ready_ = false;
+  }
+
+  void TurnBack(const AttentionPlan::Turn& turn, float* q) const {
+    const size_t n = turn.cosines.size();
+    const bool halves = plan_.pairs == Rope::Pairs::kHalves;
+    for (size_t i = 0; i < n; ++i) {
+      float& x = q[halves ? i : 2 * i];
+      float& y = q[halves ? i + n : 2 * i + 1];
+      const float turned = x * turn.cosines[i] - y * turn.sines[i];
+      y = x * turn.sines[i] + y * turn.cosines[i];
+      x = turned;
     }
   }
 
@@ -166,6 +193,7 @@ class ItemRun {
       const int visible = std::clamp(all_see + static_cast<int>(row / group) - page.first_key, 0, page.tokens);
       float* scores = x_.scores + row * kScoreStride + slot * kPageTokens;
       std::fill(scores + visible, scores + kPageTokens, -std::numeric_limits<float>::infinity());
+      if (page.hide_first) scores[0] = -std::numeric_limits<float>::infinity();
     }
   }
 
@@ -194,6 +222,7 @@ class ItemRun {
 
   void Scores(std::span<const PageBlocks> pages, size_t slot) {
     const PageBlocks& page = pages.front();
+    if (page.position_offset != position_offset_) PackQueries(page.position_offset);
     if (RunsOnCodes(page.codecs.k)) {
       ScoresOfCodes(pages, slot);
       return PrefetchScales(Side::kK, pages);
@@ -492,8 +521,6 @@ class ItemRun {
   }
 
   bool quads_ = false;  // see QuadSum
-  bool q_i8_ready_ = false;
-  bool q_i4_ready_ = false;
 #endif
 
   const AttentionPlan& plan_;
@@ -505,7 +532,11 @@ class ItemRun {
   size_t rows_;
   bool few_;
   RowBlocks blocks_;
+  const float* q_;
   Scratch x_;
+  int position_offset_ = 0;  // that the queries in x_ are turned back by
+  bool q_i8_ready_ = false;  // whether they are quantized as well
+  bool q_i4_ready_ = false;
 };
 
 void AttendItem(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q,

@@ -9,6 +9,9 @@
 // row are merged in order by (maximum, sum, output): the online softmax of Milakov and Gimelshein (arXiv:1805.02867)
 // and flash-decoding's split.
 //
+// Relocation: a page may be used at another position than the one it was encoded at. RoPE is relative, so its keys stay as
+// they are and the queries are turned back by the offset instead, once per run of pages with one offset (DESIGN §6).
+//
 // Everything here is a pure function over caller-owned memory. Pages are only read. Threads may run different items of
 // one step at once; all attend items of a step must be done before its merge items start. Same bits on one CPU: another
 // vector width (AVX2, AVX-512, NEON) sums in another order.
@@ -36,14 +39,25 @@ struct AttentionShape {
 struct PageRef {
   const std::byte* data = nullptr;
   CodecPair codecs;
-  int tokens = 0;  // 1..32 visible
+  int tokens = 0;           // 1..32
+  int position_offset = 0;  // of use minus encoding, tokens
+  bool hide_first = false;  // nobody sees the page's first token, which counts among n_keys all the same
+};
+
+// How keys and queries were rotated: pair i of a head by position * frequencies[i] radians. frequencies.size() is half of
+// the rotary dims, the first ones of a head.
+struct Rope {
+  enum class Pairs { kInterleaved, kHalves };  // (2i, 2i + 1), or (i, i + rotary dims / 2)
+  Pairs pairs = Pairs::kInterleaved;
+  std::vector<double> frequencies;
 };
 
 // Query i of n_queries stands at position n_keys - n_queries + i and sees keys 0..that position; n_keys is the sum of
-// the pages' tokens. One plan serves all layers of a step. REQUIRES: 1 <= n_queries <= n_keys.
+// the pages' tokens. One plan serves all layers of a step. REQUIRES: 1 <= n_queries <= n_keys, and `rope` if a page has a
+// position offset.
 class AttentionPlan {
  public:
-  AttentionPlan(const AttentionShape& shape, int n_queries, std::span<const PageRef> pages);
+  AttentionPlan(const AttentionShape& shape, int n_queries, std::span<const PageRef> pages, const Rope* rope = nullptr);
 
   int n_attend_items() const { return shape.n_kv_heads * n_tiles * n_chunks; }
   int n_merge_items() const { return n_chunks == 1 ? 0 : shape.n_kv_heads * n_tiles; }
@@ -58,6 +72,12 @@ class AttentionPlan {
     int first_key;            // of first_page
   };
   Item ItemAt(int item) const;
+  // What turns a query back by an offset: cosine and sine per pair of channels.
+  struct Turn {
+    int position_offset;
+    std::vector<float> cosines, sines;
+  };
+  const Turn& TurnOf(int position_offset) const;  // of a page of this plan
   int ItemIndex(int kv_head, int tile, int chunk) const;
   int group() const { return shape.n_heads / shape.n_kv_heads; }
   // Query heads of one KV group times queries of one tile: the rows that share every load of a block.
@@ -74,6 +94,11 @@ class AttentionPlan {
   int chunk_pages = 0;
   int n_chunks = 0;
   std::vector<int> chunk_first_key;  // [n_chunks]
+  Rope::Pairs pairs = Rope::Pairs::kInterleaved;
+  std::vector<Turn> turns;  // by offset, one each
+
+ private:
+  void AddTurn(int position_offset, const Rope* rope);
 };
 
 // q, out: [n_queries][n_heads][head_dim] fp32, q after RoPE. `pages` as given to the plan; `layer` of 0..n_layers-1
@@ -84,8 +109,9 @@ void Attend(const AttentionPlan& plan, std::span<const PageRef> pages, int n_lay
             int item, std::byte* scratch, float* partials, float* out);
 void Merge(const AttentionPlan& plan, const float* partials, int item, float* out);
 
-// The same in double precision over decoded blocks, one row at a time; for tests. out as above.
+// The same in double precision over decoded blocks, one row at a time, with the keys of moved pages rotated instead of the
+// queries; for tests. out as above.
 void AttendReference(const AttentionShape& shape, std::span<const PageRef> pages, int n_layers, int layer,
-                     const float* q, int n_queries, float* out);
+                     const float* q, int n_queries, float* out, const Rope* rope = nullptr);
 
 }  // namespace qkv

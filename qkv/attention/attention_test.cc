@@ -329,6 +329,44 @@ TEST_P(Attention, EqualsTheReferenceForRandomShapesAndMixedPages) {
   }
 }
 
+// Moved spans: the queries are turned back here, the keys forward in the reference.
+TEST_P(Attention, EqualsTheReferenceForMovedSpansAndHiddenTokens) {
+  const int n_cases = slow() ? 6 : 30;
+  for (int i = 0; i < n_cases; ++i) {
+    const uint32_t seed = 5000u + static_cast<uint32_t>(i);
+    std::mt19937 random(seed);
+    const auto between = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+    constexpr std::array kHeadDims = {64, 80, 96, 128, 256};
+    const Geometry geometry{1, between(1, 2), kHeadDims[static_cast<size_t>(between(0, 4))]};
+    const bool half = i % 2 == 0;
+    const CodecPair codecs = half ? CodecPair{CodecId::kF16, CodecId::kF16}
+                                  : CodecPair{kAllCodecs[static_cast<size_t>(between(1, 5))], CodecId::kI8};
+    const int n_keys = between(33, 400);
+    Context context(geometry, PagesOf(n_keys, codecs), seed);
+    Rope rope;
+    rope.pairs = between(0, 1) == 0 ? Rope::Pairs::kInterleaved : Rope::Pairs::kHalves;
+    const int rotary_dims = between(0, 3) == 0 ? geometry.head_dim / 2 : geometry.head_dim;
+    for (int pair = 0; pair < rotary_dims / 2; ++pair) {
+      rope.frequencies.push_back(std::pow(10000.0, -2.0 * pair / rotary_dims));
+    }
+    int offset = 0;
+    for (size_t page = 0; page < context.pages().size(); ++page) {
+      const bool new_span = page == 0 || between(0, 2) == 0;
+      if (new_span) offset = between(0, 3) == 0 ? 0 : between(-100000, 100000);
+      context.pages()[page].position_offset = offset;
+      context.pages()[page].hide_first = new_span && offset != 0 && page + 1 < context.pages().size();
+    }
+    const int n_queries = std::min(between(0, 1) == 0 ? 1 : between(2, 60), context.pages().back().tokens);
+    const AttentionShape shape = ShapeOf(geometry, between(1, 4));
+    const std::vector<float> q = RandomQueries(shape, n_queries, seed);
+    const AttentionPlan plan(shape, n_queries, context.pages(), &rope);
+    std::vector<float> expected(q.size());
+    AttendReference(shape, context.pages(), 1, 0, q.data(), n_queries, expected.data(), &rope);
+    EXPECT_THAT(RelativeRms(RunStep(plan, context, 0, q), expected), Le(half ? 1e-4 : kCodesTolerance))
+        << ToString(codecs) << ", head_dim " << geometry.head_dim << ", seed " << seed;
+  }
+}
+
 // Every count of rows has a kernel of its own.
 TEST_P(Attention, EqualsTheReferenceForEveryNumberOfRows) {
   for (CodecId codec : kAllCodecs) {

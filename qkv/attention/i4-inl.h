@@ -10,6 +10,10 @@
 #include <utility>
 
 #include "qkv/attention/scratch.h"
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 #if defined(QKV_ATTENTION_I4_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_ATTENTION_I4_INL_H_
@@ -158,9 +162,19 @@ struct ValuesOfI4 {
   }
 };
 
-// With VNNI, for few rows: four codes of 4 bits times four signed bytes per 32-bit lane in one instruction, which spares most
-// of the unpacking. Queries and weights of 15 bits are two digits of 8 and 7: value = 128 * high + low, |low| <= 64.
-inline constexpr bool kHasQuads = HWY_TARGET == HWY_AVX3_DL;
+// With VNNI or Arm's dot product, for few rows: four codes of 4 bits times four signed bytes per 32-bit lane in one
+// instruction, which spares most of the unpacking. Queries and weights of 15 bits are two digits of 8 and 7: value =
+// 128 * high + low, |low| <= 64.
+inline constexpr bool kHasQuads = HWY_TARGET == HWY_AVX3_DL || (HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64);
+// Dot product is optional on Arm until v8.4, and not part of Highway's target.
+HWY_INLINE bool CpuHasQuads() {
+#if HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64
+  static const bool has = (::getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+  return has;
+#else
+  return kHasQuads;
+#endif
+}
 inline constexpr size_t kMaxQuadRows = 6;
 inline constexpr float kQuadFullScale = 127.0f * 128 + 63;
 
@@ -175,6 +189,13 @@ struct QuadSum {
     asm("vpdpbusd %[digits], %[codes], %[sum]"
         : [sum] "+v"(low.raw)
         : [codes] "v"(codes.raw), [digits] "v"(hn::Set(DI(), low_digits).raw));
+#elif HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64
+    asm(".arch_extension dotprod\n\tsdot %[sum].4s, %[codes].16b, %[digits].16b"
+        : [sum] "+w"(high.raw)
+        : [codes] "w"(codes.raw), [digits] "w"(hn::Set(DI(), high_digits).raw));
+    asm(".arch_extension dotprod\n\tsdot %[sum].4s, %[codes].16b, %[digits].16b"
+        : [sum] "+w"(low.raw)
+        : [codes] "w"(codes.raw), [digits] "w"(hn::Set(DI(), low_digits).raw));
 #else
     (void)codes, (void)high_digits, (void)low_digits;
 #endif
@@ -232,8 +253,17 @@ HWY_INLINE float WeightQuads(const float* weights, const float* scale, int32_t* 
   return static_cast<float>(hn::GetLane(
       hn::SumOfLanes(DI(), hn::ReorderWidenMulAccumulate(DI(), values, hn::Set(ds, 1), hn::Zero(DI()), unused))));
 #else
-  (void)weights, (void)scale, (void)quads;
-  return 0;
+  int16_t values[kPageTokens];
+  QuantizeWeightRow(weights, scale, values);
+  int sum = 0;
+  for (size_t t = 0; t < kPageTokens; t += 8, quads += 4) {
+    const int16_t* v = values + t;
+    const int16_t low[] = {v[0], v[4], v[1], v[5]}, high[] = {v[2], v[6], v[3], v[7]};
+    SplitQuad(low, quads, quads + 1);
+    SplitQuad(high, quads + 2, quads + 3);
+    for (size_t i = 0; i < 8; ++i) sum += v[i];
+  }
+  return static_cast<float>(sum);
 #endif
 }
 
@@ -325,7 +355,10 @@ struct ValuesOfI4Quads {
                                const float* weight_scale, const float* base, float* outputs) {
     if constexpr (kHasQuads && R <= kMaxQuadRows) {
       constexpr size_t V = 2;
-      Tile<R, V>(weights, v, ahead, dim, keep, weight_scale, base, outputs, std::make_index_sequence<R * V>());
+      for (size_t c = 0; c < 32; c += V * kLanes) {
+        Tile<R, V>(weights, v + 4 * c, ahead + 4 * c, dim, keep, weight_scale, base, outputs + c,
+                   std::make_index_sequence<R * V>());
+      }
     } else {
       (void)weights, (void)v, (void)ahead, (void)dim, (void)keep, (void)weight_scale, (void)base, (void)outputs;
     }

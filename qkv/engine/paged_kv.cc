@@ -62,7 +62,8 @@ void PagedKv::Reset(std::vector<SegmentSpan> spans) {
       const int tokens = std::min<int>(left, span.segment->pages()[page].tokens);
       left -= tokens;
       records_.push_back({span.segment, -1, page, tokens});
-      record_refs_.push_back({span.segment->page(page), span.segment->codecs(page), tokens});
+      record_refs_.push_back({span.segment->page(page), span.segment->codecs(page), tokens, span.position_offset,
+                              span.hide_first && i == 0});
     }
     n_tokens_ += span.n_tokens;
   }

@@ -33,6 +33,8 @@ struct SegmentSpan {
   size_t first_page = 0;
   size_t n_pages = 0;
   int n_tokens = 0;
+  int position_offset = 0;  // of use minus encoding
+  bool hide_first = false;  // the span's first token is not seen
 };
 
 class PagedKv {
