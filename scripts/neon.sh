@@ -25,7 +25,7 @@ if [ ${#missing[@]} -gt 0 ]; then
   rm -f "$log"
 fi
 
-cmake -S tests/neon -B "$build" -G Ninja -Wno-dev -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+cmake -S tests/neon -B "$build" -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
   -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ >/dev/null
 cmake --build "$build"
 for cpu in max cortex-a53; do # with dot product, without

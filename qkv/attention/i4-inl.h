@@ -190,10 +190,10 @@ struct QuadSum {
         : [sum] "+v"(low.raw)
         : [codes] "v"(codes.raw), [digits] "v"(hn::Set(DI(), low_digits).raw));
 #elif HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64
-    asm(".arch_extension dotprod\n\tsdot %[sum].4s, %[codes].16b, %[digits].16b"
+    asm(".arch armv8.2-a+dotprod\n\tsdot %[sum].4s, %[codes].16b, %[digits].16b"
         : [sum] "+w"(high.raw)
         : [codes] "w"(codes.raw), [digits] "w"(hn::Set(DI(), high_digits).raw));
-    asm(".arch_extension dotprod\n\tsdot %[sum].4s, %[codes].16b, %[digits].16b"
+    asm(".arch armv8.2-a+dotprod\n\tsdot %[sum].4s, %[codes].16b, %[digits].16b"
         : [sum] "+w"(low.raw)
         : [codes] "w"(codes.raw), [digits] "w"(hn::Set(DI(), low_digits).raw));
 #else
