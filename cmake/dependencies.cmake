@@ -22,6 +22,10 @@ pkg_check_modules(HWY REQUIRED IMPORTED_TARGET libhwy)
 add_library(qkv_hwy INTERFACE)
 target_link_libraries(qkv_hwy INTERFACE PkgConfig::HWY)
 
+pkg_check_modules(PROMETHEUS REQUIRED IMPORTED_TARGET prometheus-cpp-pull prometheus-cpp-core)
+add_library(qkv_prometheus INTERFACE)
+target_link_libraries(qkv_prometheus INTERFACE PkgConfig::PROMETHEUS)
+
 find_path(QKV_RAPIDCHECK_INCLUDE rapidcheck.h REQUIRED)
 find_library(QKV_RAPIDCHECK_LIBRARY rapidcheck REQUIRED)
 add_library(qkv_rapidcheck INTERFACE)

@@ -158,12 +158,20 @@ Result<BrokerStatus> BrokerClient::List() {
     status.used_bytes = listed.used_bytes();
     status.budget_bytes = listed.budget_bytes();
     status.generation = listed.generation();
+    status.totals = FromWire(listed.totals());
     more = listed.more() && !listed.contexts().empty();
     if (more) request.mutable_list()->set_after_id(status.contexts.back().id);
   }
   std::stable_sort(status.contexts.begin(), status.contexts.end(),
                    [](const auto& a, const auto& b) { return a.created_unix_ms < b.created_unix_ms; });
   return status;
+}
+
+Status BrokerClient::Report(const TurnReport& report) {
+  BrokerRequest request;
+  ToWire(report, request.mutable_report());
+  QKV_RETURN_IF_ERROR(impl_->Call(request, {}, BrokerReply::kDone, impl_->NewDeadline()));
+  return {};
 }
 
 bool BrokerClient::lost() const {

@@ -34,6 +34,21 @@ struct ContextInfo {
   int64_t expires_unix_ms = 0;  // 0: never
   bool pinned = false;
   uint32_t n_leases = 0;
+  uint64_t n_attached = 0;       // so far
+  std::vector<int64_t> holders;  // processes with leases; the first few of them
+};
+
+struct BrokerTotals {  // since the broker started
+  uint64_t published = 0;
+  uint64_t attached = 0;
+  uint64_t evicted = 0;
+  uint64_t expired = 0;
+  uint64_t refused = 0;
+  // As clients report them.
+  uint64_t fallbacks = 0;
+  uint64_t checksum_failures = 0;
+  uint64_t tokens_reused = 0;
+  uint64_t tokens_recomputed = 0;
 };
 
 struct BrokerStatus {
@@ -41,6 +56,20 @@ struct BrokerStatus {
   uint64_t used_bytes = 0;  // every segment and card once, however many contexts share it
   uint64_t budget_bytes = 0;
   uint64_t generation = 0;  // random, new at every start of a broker
+  BrokerTotals totals;
+};
+
+// How a turn went, for the broker's counters and its log.
+struct TurnReport {
+  std::string context;            // id or name that it was to go on from; empty: none
+  std::string mode = "none";      // "attach", "copy", "splice", "text", "none"
+  Reason reason = Reason::kNone;  // why not "attach"
+  bool failed = false;            // the turn ended there
+  uint64_t tokens_reused = 0;
+  uint64_t tokens_recomputed = 0;
+  double attach_seconds = 0;  // 0: did not happen, as below
+  double publish_seconds = 0;
+  double ttft_seconds = 0;
 };
 
 struct AttachedContext {
@@ -81,6 +110,9 @@ class BrokerClient {
   Status Remove(const std::string& id_or_name);
 
   Result<BrokerStatus> List();
+
+  // Nothing depends on it: a caller may ignore its error.
+  Status Report(const TurnReport& report);
 
   // True once the broker has hung up or the connection was given up; calls then fail with kPeerLost.
   bool lost() const;

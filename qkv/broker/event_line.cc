@@ -5,19 +5,6 @@
 namespace qkv {
 namespace {
 
-std::string_view EventName(Event::Kind kind) {
-  switch (kind) {
-    case Event::Kind::kCreated: return "created";
-    case Event::Kind::kPublished: return "published";
-    case Event::Kind::kAttached: return "attached";
-    case Event::Kind::kReleased: return "released";
-    case Event::Kind::kRemoved: return "removed";
-    case Event::Kind::kExpired: return "expired";
-    case Event::Kind::kEvicted: return "evicted";
-  }
-  return "";
-}
-
 // Bytes beyond ASCII are not decoded: each becomes the \u00xx of its number.
 std::string JsonString(std::string_view text) {
   std::string out = "\"";
@@ -33,9 +20,30 @@ std::string JsonString(std::string_view text) {
 
 }  // namespace
 
+std::string_view EventName(Event::Kind kind) {
+  switch (kind) {
+    case Event::Kind::kCreated: return "created";
+    case Event::Kind::kPublished: return "published";
+    case Event::Kind::kAttached: return "attached";
+    case Event::Kind::kReleased: return "released";
+    case Event::Kind::kRemoved: return "removed";
+    case Event::Kind::kExpired: return "expired";
+    case Event::Kind::kEvicted: return "evicted";
+  }
+  return "";
+}
+
 std::string EventLine(const Event& event, int64_t unix_ms, int64_t pid) {
   return fmt::format(R"({{"unix_ms":{},"event":"{}","id":{},"name":{},"bytes":{},"pid":{}}})", unix_ms,
                      EventName(event.kind), JsonString(event.id), JsonString(event.name), event.bytes, pid);
+}
+
+std::string HandoffLine(const TurnReport& report, int64_t unix_ms, int64_t pid) {
+  return fmt::format(
+      R"({{"unix_ms":{},"event":"handoff","context":{},"mode":{},"reason":"{}","failed":{},"tokens_reused":{},)"
+      R"("tokens_recomputed":{},"attach_ms":{:.3f},"ttft_ms":{:.3f},"pid":{}}})",
+      unix_ms, JsonString(report.context), JsonString(report.mode), ReasonName(report.reason), report.failed,
+      report.tokens_reused, report.tokens_recomputed, report.attach_seconds * 1e3, report.ttft_seconds * 1e3, pid);
 }
 
 std::string RefusalLine(std::string_view request, const Error& error, int64_t unix_ms, int64_t pid) {

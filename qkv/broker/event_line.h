@@ -14,7 +14,10 @@
 
 namespace qkv {
 
+std::string_view EventName(Event::Kind kind);  // "created", …
+
 std::string EventLine(const Event& event, int64_t unix_ms, int64_t pid);
+std::string HandoffLine(const TurnReport& report, int64_t unix_ms, int64_t pid);
 std::string RefusalLine(std::string_view request, const Error& error, int64_t unix_ms, int64_t pid);
 
 }  // namespace qkv

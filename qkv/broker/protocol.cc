@@ -2,6 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "qkv/broker/protocol.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "qkv/broker/socket.h"
 #include "qkv/card/card.h"
 
@@ -37,6 +40,29 @@ Status CheckPublish(const BrokerRequest::Publish& publish) {
   return {};
 }
 
+// Counters must not be spoilt by what one client says.
+Status CheckReport(const BrokerRequest::Report& report) {
+  static constexpr std::string_view kModes[] = {"none", "attach", "copy", "splice", "text"};
+  constexpr uint64_t kMostTokens = uint64_t{1} << 32;
+  constexpr double kMostSeconds = 1e6;
+  if (std::find(std::begin(kModes), std::end(kModes), report.mode()) == std::end(kModes)) {
+    return Err(Code::kInvalidArgument, "report: unknown mode");
+  }
+  if (!report.reason().empty() && ReasonFromName(report.reason()) == Reason::kNone) {
+    return Err(Code::kInvalidArgument, "report: unknown reason");
+  }
+  if (report.tokens_reused() > kMostTokens || report.tokens_recomputed() > kMostTokens) {
+    return Err(Code::kInvalidArgument, "report: {} tokens reused and {} recomputed, expected at most {}",
+               report.tokens_reused(), report.tokens_recomputed(), kMostTokens);
+  }
+  for (const double seconds : {report.attach_seconds(), report.publish_seconds(), report.ttft_seconds()}) {
+    if (!(seconds >= 0 && seconds <= kMostSeconds)) {
+      return Err(Code::kInvalidArgument, "report: {} seconds, expected 0 to {}", seconds, kMostSeconds);
+    }
+  }
+  return report.context().empty() ? Status{} : ValidateContextName(report.context());
+}
+
 }  // namespace
 
 Result<BrokerRequest> DecodeRequest(std::string_view bytes, size_t n_descriptors) {
@@ -62,6 +88,7 @@ Result<BrokerRequest> DecodeRequest(std::string_view bytes, size_t n_descriptors
     case BrokerRequest::kList:
       if (!request.list().after_id().empty()) QKV_RETURN_IF_ERROR(ValidateContextName(request.list().after_id()));
       break;
+    case BrokerRequest::kReport: QKV_RETURN_IF_ERROR(CheckReport(request.report())); break;
     case BrokerRequest::kFetchDescriptors:
     case BrokerRequest::kReleaseLease: break;
     case BrokerRequest::BODY_NOT_SET:
@@ -108,6 +135,10 @@ void ToWire(const ContextInfo& info, BrokerReply::Context* context) {
   context->set_expires_unix_ms(info.expires_unix_ms);
   context->set_pinned(info.pinned);
   context->set_n_leases(info.n_leases);
+  context->set_n_attached(info.n_attached);
+  for (size_t i = 0; i < std::min<size_t>(info.holders.size(), kMaxListedHolders); ++i) {
+    context->add_holders(info.holders[i]);
+  }
 }
 
 ContextInfo FromWire(const BrokerReply::Context& context) {
@@ -123,7 +154,57 @@ ContextInfo FromWire(const BrokerReply::Context& context) {
   info.expires_unix_ms = context.expires_unix_ms();
   info.pinned = context.pinned();
   info.n_leases = context.n_leases();
+  info.n_attached = context.n_attached();
+  info.holders.assign(context.holders().begin(), context.holders().end());
   return info;
+}
+
+void ToWire(const BrokerTotals& totals, BrokerReply::Totals* out) {
+  out->set_published(totals.published);
+  out->set_attached(totals.attached);
+  out->set_evicted(totals.evicted);
+  out->set_expired(totals.expired);
+  out->set_refused(totals.refused);
+  out->set_fallbacks(totals.fallbacks);
+  out->set_checksum_failures(totals.checksum_failures);
+  out->set_tokens_reused(totals.tokens_reused);
+  out->set_tokens_recomputed(totals.tokens_recomputed);
+}
+
+BrokerTotals FromWire(const BrokerReply::Totals& totals) {
+  return {.published = totals.published(),
+          .attached = totals.attached(),
+          .evicted = totals.evicted(),
+          .expired = totals.expired(),
+          .refused = totals.refused(),
+          .fallbacks = totals.fallbacks(),
+          .checksum_failures = totals.checksum_failures(),
+          .tokens_reused = totals.tokens_reused(),
+          .tokens_recomputed = totals.tokens_recomputed()};
+}
+
+void ToWire(const TurnReport& report, BrokerRequest::Report* out) {
+  out->set_context(report.context);
+  out->set_mode(report.mode);
+  out->set_reason(std::string(ReasonName(report.reason)));
+  out->set_failed(report.failed);
+  out->set_tokens_reused(report.tokens_reused);
+  out->set_tokens_recomputed(report.tokens_recomputed);
+  out->set_attach_seconds(report.attach_seconds);
+  out->set_publish_seconds(report.publish_seconds);
+  out->set_ttft_seconds(report.ttft_seconds);
+}
+
+TurnReport FromWire(const BrokerRequest::Report& report) {
+  return {.context = report.context(),
+          .mode = report.mode(),
+          .reason = ReasonFromName(report.reason()),
+          .failed = report.failed(),
+          .tokens_reused = report.tokens_reused(),
+          .tokens_recomputed = report.tokens_recomputed(),
+          .attach_seconds = report.attach_seconds(),
+          .publish_seconds = report.publish_seconds(),
+          .ttft_seconds = report.ttft_seconds()};
 }
 
 }  // namespace qkv

@@ -21,6 +21,7 @@ using BrokerReply = ::qkvshare::v1::BrokerReply;
 
 inline constexpr uint32_t kProtocolVersion = 1;
 inline constexpr uint32_t kMaxDescriptorsPerContext = 1 + 4096;  // the card and as many segments as a card may have
+inline constexpr int kMaxListedHolders = 16;
 inline constexpr int64_t kMaxTtlMs = int64_t{10} * 366 * 24 * 3600 * 1000;  // ten years
 
 // A request whose numbers are within their limits, whose ids and names are well-formed, and beside which as many
@@ -35,5 +36,12 @@ Error ErrorFrom(const BrokerReply::Failure& failure);
 
 void ToWire(const ContextInfo& info, BrokerReply::Context* context);
 ContextInfo FromWire(const BrokerReply::Context& context);
+
+void ToWire(const BrokerTotals& totals, BrokerReply::Totals* out);
+BrokerTotals FromWire(const BrokerReply::Totals& totals);
+
+void ToWire(const TurnReport& report, BrokerRequest::Report* out);
+// Of a request that DecodeRequest has let through.
+TurnReport FromWire(const BrokerRequest::Report& report);
 
 }  // namespace qkv

@@ -56,6 +56,7 @@ Status Registry::Publish(NewContext incoming, int64_t now_unix_ms) {
     context.info = info;
     context.info.name.clear();
     context.info.n_leases = 0;
+    context.info.n_attached = 0;
     context.files = std::move(incoming.files);
     it = contexts_.emplace(info.id, std::move(context)).first;
   }
@@ -167,6 +168,7 @@ Result<Registry::Grant> Registry::Attach(ClientId client, std::string_view id_or
   Context& context = it->second;
   leases.emplace(++last_lease_, context.info.id);
   ++context.info.n_leases;
+  ++context.info.n_attached;
   context.last_use = ++uses_;
   Note(Event::Kind::kAttached, context.info);
   return Grant{context.info.id, last_lease_};

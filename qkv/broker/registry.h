@@ -94,6 +94,17 @@ class Registry {
     for (auto it = contexts_.upper_bound(after_id); it != contexts_.end() && take(it->second.info); ++it) continue;
   }
 
+  // Every lease whose context is still there: visit(client, context id).
+  template <class Visit>
+  void ForEachLease(Visit visit) const {
+    for (const auto& [client, leases] : leases_) {
+      for (const auto& [lease, id] : leases) {
+        if (!id.empty()) visit(client, id);
+      }
+    }
+  }
+
+  size_t n_contexts() const { return contexts_.size(); }
   uint64_t used_bytes() const { return used_bytes_; }
   size_t n_files() const { return files_.size(); }
   const RegistryLimits& limits() const { return limits_; }

@@ -58,6 +58,7 @@ std::string_view RequestName(const BrokerRequest& request) {
     case BrokerRequest::kReleaseLease: return "release_lease";
     case BrokerRequest::kRemove: return "remove";
     case BrokerRequest::kList: return "list";
+    case BrokerRequest::kReport: return "report";
     case BrokerRequest::BODY_NOT_SET: break;
   }
   return "invalid";
@@ -101,6 +102,8 @@ struct BrokerServer::Impl {
   Status Publish(const Client& client, const Upload& upload);
   Result<Answer> HandleAttach(ClientId id, const std::string& id_or_name);
   BrokerReply List(std::string_view after_id) const;
+  void TakeReport(const Client& client, const TurnReport& report);
+  void ShowPool();
   Status AppendFiles(ClientId id, uint64_t lease, size_t first, Answer* answer, size_t* total) const;
   Status Send(const Client& client, const BrokerReply& reply, std::span<const int> fds);
   void EmitEvents(int64_t pid);
@@ -111,6 +114,7 @@ struct BrokerServer::Impl {
   Listener listener;
   Fd wake;
   const uint64_t generation;
+  const std::shared_ptr<BrokerMetrics> metrics = std::make_shared<BrokerMetrics>();
   std::thread thread;
   // From here on: only that thread's.
   Registry registry;
@@ -168,6 +172,7 @@ bool BrokerServer::Impl::Accept() {
     return true;
   }
   clients.emplace(++last_client, std::move(client));
+  ShowPool();
   return true;
 }
 
@@ -177,6 +182,7 @@ void BrokerServer::Impl::Drop(ClientId id) {
   clients.erase(it);
   registry.ReleaseAllOf(id);
   EmitEvents(pid);
+  ShowPool();
 }
 
 Status BrokerServer::Impl::Send(const Client& client, const BrokerReply& reply, std::span<const int> fds) {
@@ -241,6 +247,7 @@ Result<Answer> BrokerServer::Impl::Handle(ClientId id, Client& client, BrokerReq
       break;
     case BrokerRequest::kRemove: QKV_RETURN_IF_ERROR(registry.Remove(request.remove().id_or_name())); break;
     case BrokerRequest::kList: answer.reply = List(request.list().after_id()); return answer;
+    case BrokerRequest::kReport: TakeReport(client, FromWire(request.report())); break;
     case BrokerRequest::kHello:
     case BrokerRequest::BODY_NOT_SET: break;
   }
@@ -325,10 +332,20 @@ BrokerReply BrokerServer::Impl::List(std::string_view after_id) const {
   listed->set_used_bytes(registry.used_bytes());
   listed->set_budget_bytes(options.budget_bytes);
   listed->set_generation(generation);
+  ToWire(metrics->totals(), listed->mutable_totals());
+  std::map<std::string_view, std::vector<int64_t>> holders;  // of each context, every process once
+  registry.ForEachLease([&](ClientId client, const std::string& id) {
+    std::vector<int64_t>& pids = holders[id];
+    const int64_t pid = clients.at(client).peer.pid;
+    if (pids.size() < kMaxListedHolders && std::find(pids.begin(), pids.end(), pid) == pids.end()) pids.push_back(pid);
+  });
   size_t bytes = kRoomForTheRest;
   registry.ForEachAfter(after_id, [&](const ContextInfo& info) {
     BrokerReply::Context context;
     ToWire(info, &context);
+    if (const auto held = holders.find(info.id); held != holders.end()) {
+      context.mutable_holders()->Add(held->second.begin(), held->second.end());
+    }
     bytes += context.ByteSizeLong() + 8;
     listed->set_more(bytes > kMaxMessageBytes);
     if (listed->more()) return false;
@@ -339,12 +356,31 @@ BrokerReply BrokerServer::Impl::List(std::string_view after_id) const {
 }
 
 void BrokerServer::Impl::EmitEvents(int64_t pid) {
-  for (const Event& event : registry.TakeEvents()) {
+  const std::vector<Event> events = registry.TakeEvents();
+  for (const Event& event : events) {
+    metrics->Count(event.kind);
     if (options.on_event) options.on_event(EventLine(event, NowUnixMs(), pid));
   }
+  if (!events.empty()) ShowPool();
+}
+
+void BrokerServer::Impl::ShowPool() {
+  uint64_t leases = 0;
+  registry.ForEachLease([&](ClientId, const std::string&) { ++leases; });
+  metrics->SetPool({.bytes = registry.used_bytes(),
+                    .budget_bytes = options.budget_bytes,
+                    .contexts = registry.n_contexts(),
+                    .leases = leases,
+                    .clients = clients.size()});
+}
+
+void BrokerServer::Impl::TakeReport(const Client& client, const TurnReport& report) {
+  metrics->Count(report);
+  if (options.on_event) options.on_event(HandoffLine(report, NowUnixMs(), client.peer.pid));
 }
 
 void BrokerServer::Impl::EmitRefusal(const Client& client, const BrokerRequest& request, const Error& error) {
+  metrics->CountRefusal(error.reason);
   if (options.on_event) options.on_event(RefusalLine(RequestName(request), error, NowUnixMs(), client.peer.pid));
 }
 
@@ -355,6 +391,7 @@ Result<std::unique_ptr<BrokerServer>> BrokerServer::Start(BrokerOptions options)
   if (!wake.valid()) return ErrnoError("create eventfd");
   QKV_ASSIGN_OR_RETURN(Listener listener, ListenAt(options.socket_path));
   auto impl = std::make_unique<Impl>(std::move(options), std::move(listener), std::move(wake), generation);
+  impl->ShowPool();
   // Signals are the business of the program around us: the thread starts, and stays, with all of them blocked.
   sigset_t all, before;
   ::sigfillset(&all);
@@ -380,6 +417,10 @@ BrokerServer::~BrokerServer() {
 
 const std::string& BrokerServer::socket_path() const {
   return impl_->options.socket_path;
+}
+
+std::shared_ptr<const BrokerMetrics> BrokerServer::metrics() const {
+  return impl_->metrics;
 }
 
 std::string DefaultSocketPath() {

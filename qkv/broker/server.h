@@ -14,6 +14,7 @@
 #include <string>
 
 #include "qkv/base/error.h"
+#include "qkv/broker/metrics.h"
 
 namespace qkv {
 
@@ -40,6 +41,9 @@ class BrokerServer {
   BrokerServer& operator=(const BrokerServer&) = delete;
 
   const std::string& socket_path() const;
+
+  // What this broker counts; lives on after it.
+  std::shared_ptr<const BrokerMetrics> metrics() const;
 
  private:
   struct Impl;

@@ -348,35 +348,63 @@ bool HasUnknownFields(const pb::Message& message) {
   return !message.GetReflection()->GetUnknownFields(message).empty();
 }
 
-// What this version must understand in order to read the pages as they are meant.
-Status CheckFormat(const CacheCard& card) {
+struct FormatProblem {
+  Reason reason;
+  FieldMismatch mismatch;
+  std::string message;
+};
+
+// What this version must understand in order to read the pages as they are meant; the gravest first.
+std::vector<FormatProblem> FormatProblems(const CacheCard& card) {
+  std::vector<FormatProblem> problems;
+  const auto add = [&](Reason reason, std::string field, std::string found, std::string expected, std::string message) {
+    problems.push_back({reason, {std::move(field), std::move(found), std::move(expected)}, std::move(message)});
+  };
+  const auto quoted = [](std::string_view text) { return fmt::format("\"{}\"", text); };  // words are printable ASCII
   const auto& format = card.format();
   const std::string_view native = std::endian::native == std::endian::little ? "little" : "big";
   if (format.byte_order() != native) {
-    return Unreadable(Reason::kEndianness, "byte order '{}', expected '{}'", format.byte_order(), native);
+    add(Reason::kEndianness, "format.byte_order", quoted(format.byte_order()), quoted(native),
+        fmt::format("byte order '{}', expected '{}'", format.byte_order(), native));
   }
   if (format.segment_version() != kSegmentVersion) {
-    return Unreadable(Reason::kVersion, "segment version {}, expected {}", format.segment_version(), kSegmentVersion);
+    add(Reason::kVersion, "format.segment_version", std::to_string(format.segment_version()),
+        std::to_string(kSegmentVersion),
+        fmt::format("segment version {}, expected {}", format.segment_version(), kSegmentVersion));
   }
   if (format.page_tokens() != kPageTokens) {
-    return Unreadable(Reason::kVersion, "pages of {} tokens, expected {}", format.page_tokens(), kPageTokens);
+    add(Reason::kVersion, "format.page_tokens", std::to_string(format.page_tokens()), std::to_string(kPageTokens),
+        fmt::format("pages of {} tokens, expected {}", format.page_tokens(), kPageTokens));
   }
   if (format.rotation() != "none") {
-    return Unreadable(Reason::kCodecUnsupported, "rotation '{}', expected 'none'", format.rotation());
+    add(Reason::kCodecUnsupported, "format.rotation", quoted(format.rotation()), "\"none\"",
+        fmt::format("rotation '{}', expected 'none'", format.rotation()));
+  }
+  if (const auto kv = ParseCodecPair(format.kv()); !format.kv().empty() && !kv) {
+    add(Reason::kCodecUnsupported, "format.kv", quoted(format.kv()), "a codec of this version",
+        fmt::format("codecs '{}': {}", format.kv(), kv.error().message));
   }
   if (card.mask().kind() != MaskState::CAUSAL && card.mask().kind() != MaskState::CAUSAL_SLIDING) {
-    return Unreadable(Reason::kVersion, "mask of kind {}, not known here", static_cast<int>(card.mask().kind()));
+    const int kind = card.mask().kind();
+    add(Reason::kVersion, "mask.kind", std::to_string(kind), "CAUSAL or CAUSAL_SLIDING",
+        fmt::format("mask of kind {}, not known here", kind));
   }
-  if (card.mask().absent_tokens_size() > 0) {
-    return Unreadable(Reason::kVersion, "{} absent tokens, expected none", card.mask().absent_tokens_size());
+  if (const int absent = card.mask().absent_tokens_size(); absent > 0) {
+    add(Reason::kVersion, "mask.absent_tokens", fmt::format("{} entries", absent), "0 entries",
+        fmt::format("{} absent tokens, expected none", absent));
   }
   const auto unknown = [](const auto& messages) {
     return std::any_of(messages.begin(), messages.end(), HasUnknownFields);
   };
-  if (HasUnknownFields(format) || HasUnknownFields(card.mask()) || unknown(card.spans()) || unknown(card.segments())) {
-    return Unreadable(Reason::kVersion, "fields of format, mask, spans or segments that this version does not know");
+  const bool unknown_fields[] = {HasUnknownFields(format), HasUnknownFields(card.mask()), unknown(card.spans()),
+                                 unknown(card.segments())};
+  for (int i = 0; i < 4; ++i) {
+    static constexpr const char* kWhere[] = {"format", "mask", "spans", "segments"};
+    if (!unknown_fields[i]) continue;
+    add(Reason::kVersion, kWhere[i], "a field more", "the fields of this version",
+        fmt::format("fields of {} that this version does not know", kWhere[i]));
   }
-  return {};
+  return problems;
 }
 
 }  // namespace
@@ -425,8 +453,18 @@ std::vector<FieldMismatch> CompareIdentity(const ModelIdentity& card, const Mode
   return mismatches;
 }
 
+std::vector<FieldMismatch> CompareCard(const CacheCard& card, const ModelIdentity& model) {
+  std::vector<FieldMismatch> mismatches;
+  for (FormatProblem& problem : FormatProblems(card)) mismatches.push_back(std::move(problem.mismatch));
+  Compare(card.model(), model, "", mismatches);
+  Shorten(mismatches);
+  return mismatches;
+}
+
 Status CheckCompatible(const CacheCard& card, const ModelIdentity& model) {
-  QKV_RETURN_IF_ERROR(CheckFormat(card));
+  if (const auto problems = FormatProblems(card); !problems.empty()) {
+    return Unreadable(problems.front().reason, "{}", problems.front().message);
+  }
   std::vector<FieldMismatch> mismatches = AllMismatches(card.model(), model);
   if (mismatches.empty()) return {};
   const bool only_tokenizer = std::all_of(mismatches.begin(), mismatches.end(), [](const FieldMismatch& mismatch) {

@@ -45,6 +45,10 @@ struct FieldMismatch {
 // mismatch. At most 16 entries; when there are more, the last one's field says how many were left out.
 std::vector<FieldMismatch> CompareIdentity(const ModelIdentity& card, const ModelIdentity& model);
 
+// The same for the whole card: what this version cannot read of its format ("format.byte_order", …), then the model.
+// Empty exactly when CheckCompatible is OK.
+std::vector<FieldMismatch> CompareCard(const CacheCard& card, const ModelIdentity& model);
+
 // kIncompatible with kModelMismatch or kTokenizerMismatch (when only tokenizer or template differ), or kVersion,
 // kEndianness, kCodecUnsupported for the format; the message lists the fields. OK when the card may be attached, as far
 // as the card alone can tell: that the segments are the ones it describes is for whoever has them.

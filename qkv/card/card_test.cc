@@ -28,7 +28,7 @@ using ::testing::HasSubstr;
 
 constexpr size_t kEnvelopeBytes = 24;
 
-// Every field that a card of today carries; 70 tokens in two segments.
+// Every field that a card carried when the golden file was made; 70 tokens in two segments.
 CacheCard ExampleCard() {
   CacheCard card;
   card.set_id("000102030405060708090a0b0c0d0e0f");
@@ -403,6 +403,7 @@ const std::vector<IdentityChange>& IdentityChanges() {
       {"adapters", [](ModelIdentity& m) { m.clear_adapters(); }},
       {"adapters[0].digest", [](ModelIdentity& m) { m.mutable_adapters(0)->set_digest(std::string(32, '9')); }},
       {"adapters[0].scale", [](ModelIdentity& m) { m.mutable_adapters(0)->set_scale(0.25f); }},
+      {"norm_eps", [](ModelIdentity& m) { m.set_norm_eps(1e-6f); }},
   };
   return *changes;
 }
@@ -526,6 +527,7 @@ TEST(Compatible, AFormatThatThisVersionCannotReadIsRefusedWithItsReason) {
        [](CacheCard& c) { c.mutable_format()->set_byte_order("big"); }},
       {"rotation 'hadamard'", Reason::kCodecUnsupported,
        [](CacheCard& c) { c.mutable_format()->set_rotation("hadamard"); }},
+      {"codecs 'q9'", Reason::kCodecUnsupported, [](CacheCard& c) { c.mutable_format()->set_kv("q9"); }},
       {"mask of kind 9", Reason::kVersion,
        [](CacheCard& c) { c.mutable_mask()->set_kind(static_cast<MaskState::Kind>(9)); }},
       {"1 absent tokens", Reason::kVersion, [](CacheCard& c) { c.mutable_mask()->add_absent_tokens(1); }},
@@ -543,10 +545,28 @@ TEST(Compatible, AFormatThatThisVersionCannotReadIsRefusedWithItsReason) {
     EXPECT_EQ(status.error().code, Code::kIncompatible);
     EXPECT_EQ(status.error().reason, row.reason) << row.message;
     EXPECT_THAT(status.error().message, HasSubstr(row.message));
+    EXPECT_FALSE(CompareCard(card, card.model()).empty()) << row.message;
   }
   CacheCard sliding = ExampleCard();
   sliding.mutable_mask()->set_kind(MaskState::CAUSAL_SLIDING);
   EXPECT_TRUE(CheckCompatible(sliding, sliding.model()));
+}
+
+TEST(Compatible, TheListHoldsEveryFieldOfFormatAndModelThatDiffers) {
+  CacheCard card = ExampleCard();
+  const ModelIdentity model = card.model();
+  EXPECT_TRUE(CompareCard(card, model).empty());
+  card.mutable_format()->set_kv("q9");
+  card.mutable_format()->set_byte_order("big");
+  card.mutable_model()->mutable_rope()->set_base(77);
+  const auto mismatches = CompareCard(card, model);
+  ASSERT_EQ(mismatches.size(), 3u);
+  EXPECT_EQ(mismatches[0].field, "format.byte_order");
+  EXPECT_EQ(mismatches[0].found, "\"big\"");
+  EXPECT_EQ(mismatches[0].expected, "\"little\"");
+  EXPECT_EQ(mismatches[1].field, "format.kv");
+  EXPECT_EQ(mismatches[2].field, "rope.base");
+  EXPECT_EQ(CheckCompatible(card, model).error().reason, Reason::kEndianness);
 }
 
 TEST(CardJson, HasTheFieldsUnderTheirNamesInTheProto) {

@@ -18,6 +18,7 @@ namespace {
 struct Options {
   std::string socket;
   std::string budget = "4GiB";
+  std::string metrics;
 };
 
 int Run(const Options& options) {
@@ -45,6 +46,14 @@ int Run(const Options& options) {
   }
   auto server = BrokerServer::Start(server_options);
   if (!server) return Fail(server.error());
+  std::unique_ptr<MetricsEndpoint> metrics;
+  if (!options.metrics.empty()) {
+    auto started = MetricsEndpoint::Start(options.metrics, (*server)->metrics());
+    if (!started) return Fail(started.error());
+    metrics = *std::move(started);
+    fmt::print(stderr, "qkvshare: metrics at http://{}:{}/metrics\n",
+               options.metrics.substr(0, options.metrics.rfind(':')), metrics->port());
+  }
   fmt::print(stderr, "qkvshare: broker listens on {} (Ctrl-C ends it)\n", (*server)->socket_path());
   int signal = 0;
   sigwait(&stop, &signal);
@@ -61,6 +70,10 @@ void AddBroker(CLI::App& app, int& status) {
   command->add_option("--kv-budget", options->budget, "bytes of KV pages it keeps at most")
       ->capture_default_str()
       ->type_name("SIZE");
+  command
+      ->add_option("--metrics", options->metrics,
+                   "serve Prometheus metrics over HTTP at this loopback address (127.0.0.1:9464), /metrics")
+      ->type_name("HOST:PORT");
   command->footer(
       "Its output must be read, or go to a file: a pipe that nobody reads would hold it up.\nExample: qkvshare broker "
       "--kv-budget 2GiB");

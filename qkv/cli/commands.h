@@ -17,6 +17,7 @@ void AddAttach(CLI::App& app, int& status);
 void AddBroker(CLI::App& app, int& status);
 void AddLs(CLI::App& app, int& status);
 void AddRelease(CLI::App& app, int& status);
+void AddTop(CLI::App& app, int& status);
 void AddInspect(CLI::App& app, int& status);
 void AddVerify(CLI::App& app, int& status);
 void AddBench(CLI::App& app, int& status);

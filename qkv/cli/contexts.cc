@@ -3,11 +3,11 @@
 
 // ls and release: the broker's contexts.
 
-#include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "qkv/cli/commands.h"
+#include "qkv/cli/format.h"
 #include "qkv/cli/options.h"
 
 namespace qkv::cli {
@@ -17,17 +17,6 @@ struct LsOptions {
   std::string socket;
   bool json = false;
 };
-
-std::string Mib(uint64_t bytes) {
-  return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20));
-}
-
-std::string Age(int64_t created_unix_ms) {
-  const auto now =
-      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch());
-  const int64_t seconds = (now.count() - created_unix_ms) / 1000;
-  return seconds < 120 ? fmt::format("{} s", seconds) : fmt::format("{} min", seconds / 60);
-}
 
 int Ls(const LsOptions& options) {
   auto broker = ConnectBroker(options.socket);

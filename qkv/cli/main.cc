@@ -25,6 +25,7 @@ int main(int argc, char** argv) {
   qkv::cli::AddAttach(app, status);
   qkv::cli::AddBroker(app, status);
   qkv::cli::AddLs(app, status);
+  qkv::cli::AddTop(app, status);
   qkv::cli::AddInspect(app, status);
   qkv::cli::AddVerify(app, status);
   qkv::cli::AddRelease(app, status);

@@ -90,6 +90,9 @@ void TurnOptions::AddTo(CLI::App& app) {
   app.add_option("-s,--seed", sampling.seed, "seed of the sampler")->capture_default_str();
   app.add_flag("--json", json, "print one JSON object instead of streaming text");
   app.add_flag("--logits-digest", logits_digest, "with --json: a digest over the bits of all logits, to compare runs");
+  app.add_option("--trace", trace_file,
+                 "write when each stage was (encode, seal, publish, map, verify, …), in Chrome's trace format")
+      ->type_name("FILE");
 }
 
 Result<TurnRequest> TurnOptions::ToRequest() const {
@@ -142,11 +145,13 @@ Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options) {
   return Model::Load(path);
 }
 
-Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::shared_ptr<const Model> model) {
+Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::shared_ptr<const Model> model,
+                                              Trace* trace) {
   SequenceOptions sequence;
   sequence.n_ctx = options.n_ctx > 0 ? options.n_ctx : model->params().n_ctx_train;
   sequence.n_threads = options.n_threads > 0 ? options.n_threads : std::max(1u, std::thread::hardware_concurrency());
   sequence.n_batch = options.n_batch;
+  sequence.trace = trace;
   QKV_ASSIGN_OR_RETURN(sequence.kv, ParseCodecPair(options.kv));
   sequence.on_progress = [bar = std::make_shared<Progress>("reading")](size_t done, size_t total) {
     bar->Update(done, total);

@@ -34,6 +34,7 @@ struct TurnOptions {
   bool logits_digest = false;
   Sampling sampling;
   bool json = false;
+  std::string trace_file;
 
   void AddTo(CLI::App& app);
   Result<TurnRequest> ToRequest() const;  // reads the prompt file
@@ -47,7 +48,8 @@ Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket);
 Result<std::string> FindModel(const std::string& given);
 // Loads the model and makes a sequence; shows prefill progress on a terminal.
 Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options);
-Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::shared_ptr<const Model> model);
+Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::shared_ptr<const Model> model,
+                                              Trace* trace = nullptr);
 
 // "1024,4096" → numbers, each within [low, high].
 Result<std::vector<int>> ParseIntList(const std::string& text, const std::string& flag, int low, int high);

@@ -1,18 +1,13 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <cerrno>
 #include <csignal>
 #include <cstdio>
-#include <filesystem>
 #include <memory>
-#include <system_error>
 
 #include "qkv/cli/commands.h"
 #include "qkv/cli/options.h"
+#include "qkv/cli/output_file.h"
 #include "qkv/cli/progress.h"
 #include "qkv/flow/agent_worker.h"
 #include "qkv/flow/flow_file.h"
@@ -32,6 +27,7 @@ struct Options {
   bool compare = false;
   bool quiet = false;
   std::string json_file;
+  std::string trace_file;
 };
 
 std::atomic<bool> stop_requested{false};  // a signal handler can reach nothing else
@@ -102,38 +98,6 @@ class Screen {
   bool at_line_start_ = true;
 };
 
-// What would make WriteFile fail, as far as it can be known before the run that the file is to report on.
-Status CheckTarget(const std::string& path) {
-  struct stat info {};
-  if (::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
-    return Err(Code::kInvalidArgument, "--json: '{}' is not a regular file", path);
-  }
-  const std::string parent = std::filesystem::path(path).parent_path().string();
-  if (::access(parent.empty() ? "." : parent.c_str(), W_OK | X_OK) != 0 ||
-      (::access(path.c_str(), F_OK) == 0 && ::access(path.c_str(), W_OK) != 0)) {
-    return Err(Code::kInvalidArgument, "--json: cannot write '{}': {}", path, std::generic_category().message(errno));
-  }
-  if (::stat((parent.empty() ? "." : parent).c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-    return Err(Code::kInvalidArgument, "--json: cannot write '{}': '{}' is not a directory", path, parent);
-  }
-  return {};
-}
-
-// Beside the target first, so that a failure leaves no partial file.
-Status WriteFile(const std::string& path, const std::string& text) {
-  const std::string part = fmt::format("{}.{}.part", path, ::getpid());
-  std::FILE* file = std::fopen(part.c_str(), "wxe");
-  if (file == nullptr) return ErrnoError(fmt::format("'{}'", path));
-  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  const bool closed = std::fclose(file) == 0;
-  if (!written || !closed || std::rename(part.c_str(), path.c_str()) != 0) {
-    const auto error = ErrnoError(fmt::format("'{}'", path));
-    ::unlink(part.c_str());
-    return error;
-  }
-  return {};
-}
-
 Result<int> Run(const Options& options) {
   QKV_ASSIGN_OR_RETURN(Flow flow, ParseFlowFile(options.file));
   if (!options.model.empty()) flow.model = options.model;
@@ -142,7 +106,8 @@ Result<int> Run(const Options& options) {
   }
   if (options.n_ctx > 0) flow.n_ctx = options.n_ctx;
   if (options.n_threads > 0) flow.threads = options.n_threads;
-  if (!options.json_file.empty()) QKV_RETURN_IF_ERROR(CheckTarget(options.json_file));
+  if (!options.json_file.empty()) QKV_RETURN_IF_ERROR(CheckOutputFile(options.json_file, "--json"));
+  if (!options.trace_file.empty()) QKV_RETURN_IF_ERROR(CheckOutputFile(options.trace_file, "--trace"));
 
   Screen screen(options.quiet);
   RunOptions run;
@@ -151,6 +116,7 @@ Result<int> Run(const Options& options) {
     QKV_ASSIGN_OR_RETURN(run.kv, ParseCodecPair(options.kv));
   }
   run.socket = options.socket;
+  run.trace = !options.trace_file.empty();
   run.stop = &stop_requested;
   run.on_event = [&screen](const FlowEvent& event) { screen.Show(event); };
   struct sigaction action {};
@@ -172,7 +138,12 @@ Result<int> Run(const Options& options) {
   screen.EndLine();
   fmt::print("{}{}", options.quiet ? "" : "\n", FormatTable(report));
   std::fflush(stdout);
-  if (!options.json_file.empty()) QKV_RETURN_IF_ERROR(WriteFile(options.json_file, ToJson(report)));
+  if (!options.json_file.empty()) QKV_RETURN_IF_ERROR(WriteOutputFile(options.json_file, ToJson(report)));
+  if (!options.trace_file.empty()) {
+    std::vector<TraceEvent> events;
+    for (const ModeResult& mode : report.modes) events.insert(events.end(), mode.trace.begin(), mode.trace.end());
+    QKV_RETURN_IF_ERROR(WriteOutputFile(options.trace_file, TraceToJson(events)));
+  }
   for (const ModeResult& mode : report.modes) {
     for (const AgentFailure& failure : mode.failures) {
       fmt::print(stderr, "qkvshare: agent '{}': {}\n", failure.agent, failure.error.message);
@@ -193,6 +164,10 @@ void AddRun(CLI::App& app, int& status) {
       ->check(CLI::IsMember({"handoff", "text"}))
       ->capture_default_str();
   command->add_option("--json", options->json_file, "write everything that the table shows to a file")
+      ->type_name("FILE");
+  command
+      ->add_option("--trace", options->trace_file,
+                   "write when each stage of each handoff was, in Chrome's trace format")
       ->type_name("FILE");
   command->add_flag("-q,--quiet", options->quiet, "only the closing table");
   command->add_option("-m,--model", options->model, "GGUF file; overrides the flow's")->type_name("FILE");

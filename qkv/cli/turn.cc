@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "qkv/cli/output_file.h"
+
 namespace qkv::cli {
 
 std::string TurnToJson(const TurnResult& result) {
@@ -14,6 +16,17 @@ std::string TurnToJson(const TurnResult& result) {
   json["mode"] = HandoffModeName(result.mode);
   json["reason"] = ReasonName(result.reason);
   if (!result.reason_detail.empty()) json["reason_detail"] = result.reason_detail;
+  json["steps_down"] = nlohmann::ordered_json::array();
+  for (const StepDown& step : result.steps_down) {
+    auto mismatches = nlohmann::ordered_json::array();
+    for (const FieldMismatch& m : step.mismatches) {
+      mismatches.push_back({{"field", m.field}, {"found", m.found}, {"expected", m.expected}});
+    }
+    json["steps_down"].push_back({{"from", HandoffModeName(step.from)},
+                                  {"reason", ReasonName(step.reason)},
+                                  {"detail", step.detail},
+                                  {"mismatches", std::move(mismatches)}});
+  }
   json["tokens_reused"] = result.tokens_reused;
   json["tokens_recomputed"] = result.tokens_recomputed;
   json["attach_ms"] = result.attach_ms;
@@ -34,10 +47,14 @@ std::string TurnToJson(const TurnResult& result) {
 int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const TurnRequest& request,
             BrokerClient* broker) {
   if (auto kv = ParseCodecPair(model_options.kv); !kv) return Fail(kv.error());  // before anything that takes time
+  if (!turn.trace_file.empty()) {
+    if (auto usable = CheckOutputFile(turn.trace_file, "--trace"); !usable) return Fail(usable.error());
+  }
+  Trace trace(request.agent.empty() ? "agent" : request.agent);
   auto model = LoadModel(model_options);
   if (!model) return Fail(model.error());
   (*model)->identity();  // digests now: a handoff then takes no longer than it must
-  auto sequence = NewSequence(model_options, *model);
+  auto sequence = NewSequence(model_options, *model, turn.trace_file.empty() ? nullptr : &trace);
   if (!sequence) return Fail(sequence.error());
   Agent agent(*model, *std::move(sequence), broker);
 
@@ -51,6 +68,10 @@ int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const Tu
     if (!request.inherits.empty() && error.reason != Reason::kNone)
       error.message += fmt::format(" ({})", ReasonName(error.reason));
     return Fail(error);
+  }
+  if (!turn.trace_file.empty()) {
+    if (auto written = WriteOutputFile(turn.trace_file, TraceToJson(trace.Take())); !written)
+      return Fail(written.error());
   }
   if (turn.json) {
     fmt::print("{}\n", TurnToJson(*result));

@@ -59,11 +59,19 @@ constexpr std::array kCodecs = {
     Row<CodecId::kI4Z>("i4z", "4 bits, one scale and one minimum per token and group of channels"),
 };
 
+// For messages: one line, not too long.
+std::string Shown(std::string_view text) {
+  constexpr size_t kMost = 60;
+  std::string shown;
+  for (const char c : text.substr(0, kMost)) shown += c >= 0x20 && c < 0x7f ? c : '?';
+  return shown + (text.size() > kMost ? "…" : "");
+}
+
 Result<CodecId> ParseCodec(std::string_view name) {
   if (const Codec* codec = FindCodec(name)) return codec->id;
   std::string known;
   for (const Codec& codec : kCodecs) known.append(known.empty() ? "" : ", ").append(codec.name);
-  return Err(Code::kInvalidArgument, "unknown codec '{}', expected one of {}", name, known);
+  return Err(Code::kInvalidArgument, "unknown codec '{}', expected one of {}", Shown(name), known);
 }
 
 }  // namespace
@@ -103,7 +111,8 @@ Result<CodecPair> ParseCodecPair(std::string_view text) {
     const bool is_k = part.starts_with("k=");
     std::optional<CodecId>& side = is_k ? k : v;
     if ((!is_k && !part.starts_with("v=")) || side.has_value()) {
-      return Err(Code::kInvalidArgument, "codec pair '{}', expected a name for both sides or k=<name>,v=<name>", text);
+      return Err(Code::kInvalidArgument, "codec pair '{}', expected a name for both sides or k=<name>,v=<name>",
+                 Shown(text));
     }
     QKV_ASSIGN_OR_RETURN(side, ParseCodec(part.substr(2)));
   }

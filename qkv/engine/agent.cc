@@ -55,8 +55,13 @@ Status PublishContext(BrokerClient& broker, const Context& context, const Publis
   return broker.Publish(card, segments, options);
 }
 
-Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name) {
-  QKV_ASSIGN_OR_RETURN(AttachedContext attached, broker.Attach(id_or_name));
+Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name, Trace* trace) {
+  Result<AttachedContext> fetched = [&] {
+    const TraceSpan span(trace, "fetch");
+    return broker.Attach(id_or_name);
+  }();
+  QKV_ASSIGN_OR_RETURN(AttachedContext attached, std::move(fetched));
+  const TraceSpan span(trace, "map");
   QKV_ASSIGN_OR_RETURN(const auto bytes, ReadSealed(attached.card));
   Context context;
   context.lease = attached.lease;
@@ -71,47 +76,60 @@ Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name
 Agent::Agent(std::shared_ptr<const Model> model, std::unique_ptr<Sequence> sequence, BrokerClient* broker)
     : model_(std::move(model)), sequence_(std::move(sequence)), broker_(broker), vocab_(*model_) {}
 
-Status Agent::Read(const TurnRequest& request, TurnResult& result) {
-  const auto turn = [&](bool first) -> Result<std::vector<Token>> {
-    if (request.raw) return vocab_.Tokenize(request.prompt, first, false);
-    if (request.prompt.empty() && !first) return std::vector<Token>{};
-    return first ? vocab_.FirstTurn(request.system, request.prompt) : vocab_.NextTurn(request.prompt);
-  };
-  const auto check_room = [&](size_t n_context, size_t n_new) -> Status {
-    const size_t needed = n_context + n_new + static_cast<size_t>(std::max(request.max_tokens, 0));
-    if (needed <= static_cast<size_t>(sequence_->n_ctx())) return {};
-    return Err(
-        Code::kInvalidArgument, Reason::kTooLong,
-        "{} tokens of context, {} of prompt and up to {} of output are {}, the context size is {}; raise it (-c) or "
-        "shorten the prompt",
-        n_context, n_new, request.max_tokens, needed, sequence_->n_ctx());
-  };
+Result<std::vector<Token>> Agent::TurnTokens(const TurnRequest& request, bool first) const {
+  if (request.raw) return vocab_.Tokenize(request.prompt, first, false);
+  if (request.prompt.empty() && !first) return std::vector<Token>{};
+  return first ? vocab_.FirstTurn(request.system, request.prompt) : vocab_.NextTurn(request.prompt);
+}
 
+Status Agent::CheckRoom(const TurnRequest& request, size_t n_context, size_t n_new) const {
+  const size_t needed = n_context + n_new + static_cast<size_t>(std::max(request.max_tokens, 0));
+  if (needed <= static_cast<size_t>(sequence_->n_ctx())) return {};
+  return Err(
+      Code::kInvalidArgument, Reason::kTooLong,
+      "{} tokens of context, {} of prompt and up to {} of output are {}, the context size is {}; raise it (-c) or "
+      "shorten the prompt",
+      n_context, n_new, request.max_tokens, needed, sequence_->n_ctx());
+}
+
+Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, TurnResult& result) {
+  const auto start = Clock::now();
+  if (broker_ == nullptr) {
+    return Err(Code::kPeerLost, Reason::kPeerLost, "there is no broker to attach '{}' from", request.inherits);
+  }
+  QKV_ASSIGN_OR_RETURN(const Context context, FetchContext(*broker_, request.inherits, sequence_->trace()));
+  const auto read = [&]() -> Status {
+    // For the text fallback, tokens are as good as text if both sides mean the same by them.
+    const CacheCard& card = context.card;
+    const bool same_tokens = card.model().tokenizer_digest() == model_->identity().tokenizer_digest();
+    if (history.empty() && same_tokens) history.assign(card.token_ids().begin(), card.token_ids().end());
+    QKV_ASSIGN_OR_RETURN(const auto tokens, TurnTokens(request, false));
+    Status attached = sequence_->Attach(context);
+    result.attach_ms = MsSince(start);
+    if (!attached) {
+      result.steps_down.front().mismatches = CompareCard(card, model_->identity());
+      return attached;
+    }
+    QKV_RETURN_IF_ERROR(CheckRoom(request, sequence_->tokens().size(), tokens.size()));
+    const TraceSpan span(sequence_->trace(), "read");
+    return sequence_->Forward(tokens);  // verifies the pages first
+  };
+  const Status status = read();
+  // The lease says what this agent holds: of contexts that it goes on from one after the other, the last.
+  uint64_t ended = context.lease;
+  if (status) std::swap(ended, lease_);
+  if (ended != 0) (void)broker_->ReleaseLease(ended);
+  if (!status) sequence_->Revert();
+  return status;
+}
+
+Status Agent::Read(const TurnRequest& request, TurnResult& result) {
   std::vector<Token> history = request.history;
   if (!request.inherits.empty()) {
-    const auto start = Clock::now();
-    Status attached;
-    if (broker_ == nullptr) {
-      attached = Err(Code::kPeerLost, Reason::kPeerLost, "there is no broker to attach '{}' from", request.inherits);
-    } else if (auto context = FetchContext(*broker_, request.inherits); !context) {
-      attached = tl::unexpected(context.error());
-    } else {
-      // The lease says what this agent holds: of contexts that it goes on from one after the other, the last.
-      if (lease_ != 0) (void)broker_->ReleaseLease(lease_);
-      lease_ = context->lease;
-      attached = sequence_->Attach(*context);
-      // For the text fallback, tokens are as good as text if both sides mean the same by them.
-      const bool same_tokens = context->card.model().tokenizer_digest() == model_->identity().tokenizer_digest();
-      if (history.empty() && same_tokens)
-        history.assign(context->card.token_ids().begin(), context->card.token_ids().end());
-    }
-    result.attach_ms = MsSince(start);
+    result.steps_down.emplace_back();
+    const Status attached = Attach(request, history, result);
     if (attached) {
-      QKV_ASSIGN_OR_RETURN(const auto tokens, turn(false));
-      QKV_RETURN_IF_ERROR(check_room(sequence_->tokens().size(), tokens.size()));
-      attached = sequence_->Forward(tokens);  // verifies the pages first
-    }
-    if (attached) {
+      result.steps_down.clear();
       result.mode = HandoffMode::kAttach;
       result.tokens_reused = sequence_->stats().tokens_reused;
       result.tokens_recomputed = sequence_->stats().tokens_recomputed;
@@ -120,6 +138,8 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
     result.reason = attached.error().reason;
     result.reason_detail = attached.error().message;
     if (result.reason == Reason::kNone) result.reason = Reason::kPeerLost;  // the system, not the context, refused
+    result.steps_down.front().reason = result.reason;
+    result.steps_down.front().detail = result.reason_detail;
     if (request.on_miss == OnMiss::kFail) return attached;
     if (history.empty()) {
       return Err(attached.error().code, result.reason, "{}; and there is no text to fall back to",
@@ -130,21 +150,39 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
     result.mode = HandoffMode::kText;
   }
 
+  const size_t kept = result.mode == HandoffMode::kText ? 0 : sequence_->tokens().size();
+  QKV_ASSIGN_OR_RETURN(const auto tokens, TurnTokens(request, history.empty() && kept == 0));
+  QKV_RETURN_IF_ERROR(CheckRoom(request, kept + history.size(), tokens.size()));
   if (result.mode == HandoffMode::kText) sequence_->Clear();
-  const bool first = history.empty() && sequence_->tokens().empty();
-  QKV_ASSIGN_OR_RETURN(const auto tokens, turn(first));
-  QKV_RETURN_IF_ERROR(check_room(sequence_->tokens().size() + history.size(), tokens.size()));
   history.insert(history.end(), tokens.begin(), tokens.end());
   const int64_t before = sequence_->stats().tokens_recomputed;
+  const TraceSpan span(sequence_->trace(), "read");
   QKV_RETURN_IF_ERROR(sequence_->Forward(history));
   result.tokens_recomputed = sequence_->stats().tokens_recomputed - before;
   return {};
 }
 
+void Agent::Report(const TurnRequest& request, const TurnResult& result, bool failed) {
+  if (broker_ == nullptr || broker_->lost()) return;
+  // Best effort: the turn is what counts.
+  (void)broker_->Report({.context = request.inherits,
+                         .mode = std::string(HandoffModeName(failed ? HandoffMode::kNone : result.mode)),
+                         .reason = result.reason,
+                         .failed = failed,
+                         .tokens_reused = static_cast<uint64_t>(result.tokens_reused),
+                         .tokens_recomputed = static_cast<uint64_t>(result.tokens_recomputed),
+                         .attach_seconds = result.mode == HandoffMode::kAttach ? result.attach_ms / 1e3 : 0,
+                         .publish_seconds = result.publish_ms / 1e3,
+                         .ttft_seconds = result.ttft_ms / 1e3});
+}
+
 Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bool(std::string_view)>& on_text) {
   const auto start = Clock::now();
   TurnResult result;
-  QKV_RETURN_IF_ERROR(Read(request, result));
+  if (Status status = Read(request, result); !status) {
+    if (!request.inherits.empty()) Report(request, result, /*failed=*/true);
+    return tl::unexpected(std::move(status).error());
+  }
 
   Sampler sampler(request.sampling);
   TextStream stream(vocab_);
@@ -167,6 +205,7 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
     if (i == 0) {
       first_token = Clock::now();
       result.ttft_ms = MsSince(start);
+      if (sequence_->trace() != nullptr) sequence_->trace()->Add("first_token", start, first_token);
     }
     if (vocab_.IsEndOfGeneration(token) && !request.ignore_eos) {
       result.stopped_by_eos = true;
@@ -187,6 +226,7 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
   if (pending) result.context_tokens.push_back(result.output_tokens.back());
   if (!request.publish_as.empty()) {
     const auto publish_start = Clock::now();
+    const TraceSpan span(sequence_->trace(), "publish");
     if (broker_ == nullptr)
       return Err(Code::kInvalidArgument, "there is no broker to publish '{}' to", request.publish_as);
     if (pending) QKV_RETURN_IF_ERROR(sequence_->Forward({&result.output_tokens.back(), 1}));
@@ -203,6 +243,7 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
   const Sequence::Stats& stats = sequence_->stats();
   result.own_kv_bytes = stats.own_kv_bytes + stats.tail_bytes;
   result.kv_bytes = result.own_kv_bytes + stats.shared_kv_bytes;
+  Report(request, result, /*failed=*/false);
   return result;
 }
 

@@ -22,6 +22,14 @@ std::string_view HandoffModeName(HandoffMode mode);  // "none", "attach", "copy"
 
 enum class OnMiss : uint8_t { kText, kFail };
 
+// A step of the ladder that was tried and refused.
+struct StepDown {
+  HandoffMode from = HandoffMode::kAttach;
+  Reason reason = Reason::kNone;
+  std::string detail;                     // the error behind the reason
+  std::vector<FieldMismatch> mismatches;  // between card and model, if that was it
+};
+
 struct TurnRequest {
   std::string system;  // only for a conversation's first turn
   std::string prompt;  // empty: go on without a new turn
@@ -52,9 +60,10 @@ struct TurnResult {
   HandoffMode mode = HandoffMode::kNone;  // kNone: nothing to take over was asked for
   Reason reason = Reason::kNone;          // why not kAttach
   std::string reason_detail;              // the error behind the reason
+  std::vector<StepDown> steps_down;       // the ladder above `mode`, from its top
   int64_t tokens_reused = 0;
   int64_t tokens_recomputed = 0;  // prompt tokens read in this turn (not the generated ones)
-  double attach_ms = 0;           // broker round trip, card, mapping
+  double attach_ms = 0;           // broker round trip, card, mapping, compatibility
   double ttft_ms = 0;             // from the start of the turn to the first token, attach included
   double decode_ms = 0;           // from the first token to the last
   double publish_ms = 0;
@@ -68,15 +77,23 @@ class Agent {
   // `broker` may be null when no turn inherits or publishes. Both must outlive the agent.
   Agent(std::shared_ptr<const Model> model, std::unique_ptr<Sequence> sequence, BrokerClient* broker);
 
-  // `on_text`: text as it becomes complete; returning false stops generating (the result is still whole).
+  // `on_text`: text as it becomes complete; returning false stops generating (the result is still whole). After an error
+  // of taking over with OnMiss::kFail, the agent's context is what it was before. The broker, if it is there, is told how
+  // the turn went.
   Result<TurnResult> Run(const TurnRequest& request, const std::function<bool(std::string_view)>& on_text = {});
 
   Sequence& sequence() { return *sequence_; }
   const Vocab& vocab() const { return vocab_; }
 
  private:
-  // Attaches and reads the prompt, or falls back to reading history and prompt; fills in the result's handoff fields.
+  Result<std::vector<Token>> TurnTokens(const TurnRequest& request, bool first) const;
+  Status CheckRoom(const TurnRequest& request, size_t n_context, size_t n_new) const;
+  // Goes on from request.inherits and reads the prompt. On error the sequence is what it was. `history` becomes the
+  // card's tokens if it is empty and they mean the same here.
+  Status Attach(const TurnRequest& request, std::vector<Token>& history, TurnResult& result);
+  // Attach, or fall back to reading history and prompt; fills in the result's handoff fields.
   Status Read(const TurnRequest& request, TurnResult& result);
+  void Report(const TurnRequest& request, const TurnResult& result, bool failed);
 
   std::shared_ptr<const Model> model_;
   std::unique_ptr<Sequence> sequence_;
@@ -89,6 +106,6 @@ class Agent {
 // the ladder's. The lease that comes with a fetched context ends with ReleaseLease or with the connection.
 // PublishContext's error is the broker's.
 Status PublishContext(BrokerClient& broker, const Context& context, const PublishOptions& options = {});
-Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name);
+Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name, Trace* trace = nullptr);
 
 }  // namespace qkv

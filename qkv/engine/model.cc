@@ -11,6 +11,7 @@
 #include <cstring>
 #include <optional>
 
+#include "qkv/engine/digest_cache.h"
 #include "qkv/engine/model_internal.h"
 
 namespace qkv {
@@ -204,6 +205,43 @@ Status Repack(Model::Internal& m) {
   return {};
 }
 
+FileDigest Canonical(const XXH128_hash_t& hash) {
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, hash);
+  FileDigest digest;
+  std::memcpy(digest.data(), canonical.digest, digest.size());
+  return digest;
+}
+
+// Of all bytes behind the metadata, from the cache if this very version of the file is known there.
+FileDigest DataDigest(const Model::Internal& m) {
+  const std::string cache = DigestCacheDirectory();
+  const auto version = VersionOf(m.fd);
+  if (version) {
+    if (const auto known = FindDigest(cache, *version)) return *known;
+  }
+  const size_t data_offset = gguf_get_data_offset(m.gguf.get());
+  const FileDigest digest = Canonical(XXH3_128bits(m.file.data() + data_offset, m.file.size() - data_offset));
+  // Not if it was written to meanwhile.
+  if (const auto after = VersionOf(m.fd); version && after && *version == *after) {
+    RememberDigest(cache, *version, digest);
+  }
+  return digest;
+}
+
+// What the bytes are is part of it: the same bytes under other names, types or shapes are other weights.
+FileDigest WeightsDigest(const Model::Internal& m) {
+  std::string text;
+  for (const uint8_t byte : DataDigest(m)) text += static_cast<char>(byte);
+  for (int64_t i = 0; i < gguf_get_n_tensors(m.gguf.get()); ++i) {
+    const char* name = gguf_get_tensor_name(m.gguf.get(), i);
+    const ggml_tensor* tensor = ggml_get_tensor(m.tensors.get(), name);
+    text += fmt::format("\n{} {} [{}, {}, {}, {}] {}", name, ggml_type_name(tensor->type), tensor->ne[0], tensor->ne[1],
+                        tensor->ne[2], tensor->ne[3], gguf_get_tensor_offset(m.gguf.get(), i));
+  }
+  return Canonical(XXH3_128bits(text.data(), text.size()));
+}
+
 }  // namespace
 
 Model::Model(std::unique_ptr<Internal> internal) : internal_(std::move(internal)) {}
@@ -230,6 +268,7 @@ Result<std::shared_ptr<const Model>> Model::Load(const std::string& path) {
   auto mapping = Mapping::Map(*fd, Mapping::Access::kReadOnly, 0, *file_bytes);
   if (!mapping) return fail(mapping.error());
   m->file = *std::move(mapping);
+  m->fd = *std::move(fd);
 
   // Both libraries log through these process-wide hooks; their messages repeat what our errors say better.
   ggml_log_set(IgnoreLog, nullptr);
@@ -335,12 +374,11 @@ const ModelIdentity& Model::identity() const {
     if (m.rope_factors != nullptr) {
       rope->set_factors_digest(Hex(XXH3_128bits(m.rope_factors->data, ggml_nbytes(m.rope_factors))));
     }
-    const size_t data_offset = gguf_get_data_offset(m.gguf.get());
-    const XXH128_hash_t weights = XXH3_128bits(m.file.data() + data_offset, m.file.size() - data_offset);
-    id.set_weights_digest(Hex(weights));
-    XXH128_canonical_t canonical;
-    XXH128_canonicalFromHash(&canonical, weights);
-    std::memcpy(m.weights_digest.data(), canonical.digest, m.weights_digest.size());
+    m.weights_digest = WeightsDigest(m);
+    std::string weights;
+    for (const uint8_t byte : m.weights_digest) weights += fmt::format("{:02x}", byte);
+    id.set_weights_digest(weights);
+    id.set_norm_eps(p.rms_eps);
     id.set_tokenizer_digest(TokenizerDigest(m.gguf.get()));
     id.set_chat_template_digest(Hex(XXH3_128bits(m.chat_template.data(), m.chat_template.size())));
   });

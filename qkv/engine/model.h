@@ -47,8 +47,9 @@ class Model {
   const HyperParams& params() const;
   Geometry geometry() const;
 
-  // What a card must agree with. The weights digest is XXH3-128 over the file's tensor data: computed at the first call
-  // (about 0.1 s per GB when the file is in memory), then kept.
+  // What a card must agree with. Computed at the first call, then kept. The weights digest is over the file's tensor data
+  // (about 0.1 s per GB when the file is in memory, unless digest_cache.h knows it) and the tensors' names, types and
+  // shapes.
   const ModelIdentity& identity() const;
   const std::array<uint8_t, 16>& weights_digest() const;
 

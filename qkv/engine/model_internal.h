@@ -44,6 +44,7 @@ struct LayerWeights {
 struct Model::Internal {
   std::string path;
   HyperParams params;
+  Fd fd;
   Mapping file;
   std::unique_ptr<gguf_context, GgufDeleter> gguf;
   std::unique_ptr<ggml_context, GgmlDeleter> tensors;  // of the file; their data points into `file`

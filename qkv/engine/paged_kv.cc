@@ -28,10 +28,11 @@ void PagedKv::AlignedFree::operator()(std::byte* p) const {
   std::free(p);
 }
 
-PagedKv::PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest)
+PagedKv::PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest, Trace* trace)
     : geometry_(geometry),
       kv_(kv),
       model_digest_(model_digest),
+      trace_(trace),
       layout_(geometry, kv),
       f16_layout_(geometry, kTailCodecs),
       encoder_([this] { EncoderMain(); }) {}
@@ -73,6 +74,7 @@ void PagedKv::Reset(std::vector<SegmentSpan> spans) {
 
 Status PagedKv::Verify(int threads) {
   if (all_verified_) return {};
+  const TraceSpan span(trace_, "verify");
   const auto start = std::chrono::steady_clock::now();
   for (size_t i = 0; i < records_.size();) {
     size_t n = 1;  // a run of pages of one segment
@@ -317,6 +319,7 @@ void PagedKv::EncoderMain() {
 }
 
 PagedKv::Encoded PagedKv::Encode(const Job& job) {
+  const TraceSpan span(trace_, "encode");
   if (writer_ != nullptr && !writer_->Fits(kv_)) {
     if (auto status = SealWriter(); !status) return {0, 0, nullptr, status};
   }
@@ -353,6 +356,7 @@ Status PagedKv::OpenWriter() {
 }
 
 Status PagedKv::SealWriter() {
+  const TraceSpan span(trace_, "seal");
   if (writer_->n_pages() == 0) {
     writer_.reset();
     return {};

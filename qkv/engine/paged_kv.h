@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "qkv/attention/attention.h"
+#include "qkv/base/trace.h"
 #include "qkv/segment/segment.h"
 #include "qkv/segment/writer.h"
 
@@ -41,7 +42,8 @@ class PagedKv {
  public:
   static constexpr int kEncodeLagTokens = 8;
 
-  PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest);
+  // `trace` may be null, and must outlive this object.
+  PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest, Trace* trace = nullptr);
   ~PagedKv();
   PagedKv(const PagedKv&) = delete;
   PagedKv& operator=(const PagedKv&) = delete;
@@ -123,6 +125,7 @@ class PagedKv {
   const Geometry geometry_;
   const CodecPair kv_;
   const std::array<uint8_t, 16> model_digest_;
+  Trace* const trace_;
   const PageLayout layout_;
   const PageLayout f16_layout_;
 

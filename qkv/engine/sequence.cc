@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <optional>
+#include <utility>
 
 #include "qkv/engine/llama_graph.h"
 #include "qkv/engine/model_internal.h"
@@ -79,6 +80,7 @@ class Placement {
 struct Step {
   Placement* placement = nullptr;
   PagedKv* kv = nullptr;
+  Trace* trace = nullptr;  // in the first step over an attached context
   std::optional<AttentionPlan> plan;
   int n_layers = 0;
   std::byte* scratch = nullptr;  // [threads][scratch_stride]
@@ -105,6 +107,7 @@ void AppendOp(ggml_tensor* dst, int ith, int nth, void* userdata) {
 void AttendOp(ggml_tensor* dst, int ith, int /*nth*/, void* userdata) {
   auto& layer = *static_cast<LayerStep*>(userdata);
   Step& step = *layer.step;
+  const TraceSpan span(layer.layer == 0 && ith == 0 ? step.trace : nullptr, "first_attention");
   std::byte* scratch = step.scratch + step.scratch_stride * static_cast<size_t>(ith);
   for (int item; (item = layer.next_attend.fetch_add(1, std::memory_order_relaxed)) < step.plan->n_attend_items();) {
     Attend(*step.plan, step.kv->pages(), step.n_layers, layer.layer, static_cast<const float*>(dst->src[0]->data), item,
@@ -151,6 +154,17 @@ struct Sequence::Impl {
   std::unique_ptr<PagedKv> kv;
   std::vector<Token> tokens;
   std::vector<std::string> parents;
+  bool just_attached = false;
+
+  // What an Attach replaced, until a Forward has shown that the new context can be read.
+  struct Before {
+    std::unique_ptr<PagedKv> kv;
+    std::vector<Token> tokens;
+    std::vector<std::string> parents;
+    std::vector<float> logits;
+    Stats stats;
+  };
+  std::optional<Before> before;
 
   AttentionShape shape;
   std::optional<Placement> placement;
@@ -167,6 +181,14 @@ struct Sequence::Impl {
   std::vector<float> logits;
   std::vector<float> all_logits;
   Stats stats;
+
+  std::unique_ptr<PagedKv> NewKv() const {
+    return std::make_unique<PagedKv>(model->geometry(), options.kv, model->weights_digest(), options.trace);
+  }
+  void UseKv(std::unique_ptr<PagedKv> other) {
+    kv = std::move(other);
+    step.kv = kv.get();
+  }
 
   LlamaGraph& GraphFor(int n) {
     std::unique_ptr<LlamaGraph>& graph = n == 1 ? decode_graph : prefill_graph;
@@ -188,6 +210,7 @@ struct Sequence::Impl {
     for (int i = 0; i < n; ++i) graph.positions()[i] = kv->n_tokens() + i;
 
     step.plan.emplace(shape, n, kv->pages());
+    step.trace = std::exchange(just_attached, false) ? options.trace : nullptr;
     step.scratch_stride = (step.plan->scratch_bytes() + kCacheLine - 1) / kCacheLine * kCacheLine;
     step.scratch = scratch.Get(step.scratch_stride * static_cast<size_t>(options.n_threads));
     step.partials = partials.Get(step.plan->partial_floats());
@@ -232,11 +255,9 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   if (impl->pool == nullptr)
     return Err(Code::kExhausted, Reason::kPoolFull, "could not start {} threads", options.n_threads);
   impl->options = options;
-  impl->kv = std::make_unique<PagedKv>(model->geometry(), options.kv, model->weights_digest());
   impl->shape = {p.n_heads, p.n_kv_heads, p.head_dim, 1.0f / std::sqrt(static_cast<float>(p.head_dim))};
   impl->placement.emplace(options.n_threads);
   impl->step.placement = &*impl->placement;
-  impl->step.kv = impl->kv.get();
   impl->step.n_layers = p.n_layers;
   impl->layer_steps = std::vector<LayerStep>(p.n_layers);
   for (int il = 0; il < p.n_layers; ++il) {
@@ -245,6 +266,7 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
     impl->layer_ops.push_back({AppendOp, AttendOp, MergeOp, &impl->layer_steps[il]});
   }
   impl->model = std::move(model);
+  impl->UseKv(impl->NewKv());
   return std::unique_ptr<Sequence>(new Sequence(std::move(impl)));
 }
 
@@ -300,13 +322,31 @@ Status Sequence::Attach(const Context& context) {
                  card.id(), token, s.model->params().n_vocab);
     }
   }
+  if (!s.before) {  // else nothing that was attached since has been read
+    s.before.emplace(
+        Impl::Before{std::move(s.kv), std::move(s.tokens), std::move(s.parents), std::move(s.logits), s.stats});
+  }
+  s.UseKv(s.NewKv());
   s.kv->Reset(std::move(spans));
   s.tokens.assign(card.token_ids().begin(), card.token_ids().end());
   s.parents = {card.id()};
   s.logits.clear();
   s.stats = Stats{};
+  s.just_attached = true;
   s.stats.tokens_reused = card.token_ids_size();
   return {};
+}
+
+void Sequence::Revert() {
+  Impl& s = *impl_;
+  if (!s.before) return;
+  s.UseKv(std::move(s.before->kv));
+  s.tokens = std::move(s.before->tokens);
+  s.parents = std::move(s.before->parents);
+  s.logits = std::move(s.before->logits);
+  s.stats = s.before->stats;
+  s.just_attached = false;
+  s.before.reset();
 }
 
 Status Sequence::Forward(std::span<const Token> tokens) {
@@ -342,6 +382,7 @@ Status Sequence::Forward(std::span<const Token> tokens) {
     if (s.options.on_progress && n < tokens.size()) s.options.on_progress(done, tokens.size());
   }
   s.stats.tokens_recomputed += static_cast<int64_t>(tokens.size());
+  s.before.reset();
   return {};
 }
 
@@ -357,6 +398,9 @@ std::span<const float> Sequence::all_logits() const {
 const std::vector<Token>& Sequence::tokens() const {
   return impl_->tokens;
 }
+Trace* Sequence::trace() const {
+  return impl_->options.trace;
+}
 int Sequence::n_ctx() const {
   return impl_->options.n_ctx;
 }
@@ -365,6 +409,7 @@ const Model& Sequence::model() const {
 }
 
 void Sequence::Clear() {
+  impl_->before.reset();
   impl_->kv->Reset({});
   impl_->tokens.clear();
   impl_->parents.clear();

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "qkv/attention/attention.h"
+#include "qkv/base/trace.h"
 #include "qkv/engine/model.h"
 #include "qkv/engine/vocab.h"
 #include "qkv/segment/segment.h"
@@ -35,6 +36,7 @@ struct SequenceOptions {
   uint64_t tail_budget_bytes = uint64_t{1} << 30;
   // Called on the caller's thread after every batch of a Forward that takes more than one.
   std::function<void(size_t done, size_t total)> on_progress;
+  Trace* trace = nullptr;  // stages are recorded here; must outlive the sequence
 };
 
 // A context as it is handed over: the card, and the segments it names.
@@ -51,8 +53,11 @@ class Sequence {
 
   // Goes on from `context`, which replaces whatever was here. The card must be compatible with the model
   // (CheckCompatible) and its segments must match it; otherwise nothing changes. Pages are verified before the next
-  // Forward reads them. O(spans + tokens of the card), independent of the bytes.
+  // Forward reads them. O(spans + tokens of the card), independent of the bytes. What was here before is kept until a
+  // Forward succeeds.
   Status Attach(const Context& context);
+  // Back to what was here before the last Attach, as long as no Forward has succeeded since; else nothing happens.
+  void Revert();
 
   // Appends tokens and computes the last one's logits. With no tokens, the last token is dropped and read again, which
   // is how a consumer that has nothing new to say gets logits. Errors: kInvalidArgument/too_long with both numbers
@@ -84,6 +89,7 @@ class Sequence {
 
   const std::vector<Token>& tokens() const;
   int n_ctx() const;
+  Trace* trace() const;  // may be null
   const Model& model() const;
 
   struct Stats {

@@ -106,6 +106,25 @@ class Fields {
       out.push_back(static_cast<Token>(Whole(key, token, 0, kMaxInt)));
     }
   }
+  void Read(const char* key, std::vector<TraceEvent>& out) {
+    const Json* value = Find(key, &Json::is_array, "a list of stages");
+    if (value == nullptr) return;
+    if (value->size() > kMaxTraceEvents) return Fail(key, "is too long");
+    for (const Json& stage : *value) {
+      if (!stage.is_object()) return Fail(key, "must be a list of stages");
+      constexpr double kMostMicroseconds = 1e17;  // three thousand years since the machine started
+      TraceEvent event;
+      Fields fields(stage, "stage");
+      fields.Read("process", event.process);
+      fields.Read("name", event.name);
+      fields.Read("start_us", event.start_us, 0, kMostMicroseconds);
+      fields.Read("duration_us", event.duration_us, 0, kMostMicroseconds);
+      fields.Read("pid", event.pid, 0, kMaxCount);
+      fields.Read("tid", event.tid, 0, kMaxCount);
+      if (!fields.status()) return Fail(key, "has a stage that is not understood");
+      out.push_back(std::move(event));
+    }
+  }
   // One of an enumeration's names.
   template <class Enum, class NameOf>
   void OneOf(const char* key, Enum& out, Enum last, NameOf name_of) {
@@ -168,8 +187,8 @@ std::string_view OnMissName(OnMiss on_miss) {
 }
 
 Json ToJson(const AgentSetup& setup) {
-  return {{"type", "setup"},          {"agent", setup.agent}, {"model", setup.model},    {"socket", setup.socket},
-          {"kv", ToString(setup.kv)}, {"n_ctx", setup.n_ctx}, {"threads", setup.threads}};
+  return {{"type", "setup"},          {"agent", setup.agent}, {"model", setup.model},     {"socket", setup.socket},
+          {"kv", ToString(setup.kv)}, {"n_ctx", setup.n_ctx}, {"threads", setup.threads}, {"trace", setup.trace}};
 }
 
 Json ToJson(const AgentTurn& turn) {
@@ -186,6 +205,19 @@ Json ToJson(const AgentTurn& turn) {
           {"on_miss", OnMissName(turn.on_miss)},
           {"history", turn.history},
           {"publish_as", turn.publish_as}};
+}
+
+Json ToJson(const std::vector<TraceEvent>& events) {
+  Json list = Json::array();
+  for (const TraceEvent& event : events) {
+    list.push_back({{"process", event.process},
+                    {"name", event.name},
+                    {"start_us", event.start_us},
+                    {"duration_us", event.duration_us},
+                    {"pid", event.pid},
+                    {"tid", event.tid}});
+  }
+  return list;
 }
 
 Json ToJson(const TurnResult& result) {
@@ -247,7 +279,11 @@ std::string ToLine(const AgentEvent& event) {
                      [](const AgentText& text) {
                        return Json{{"type", "text"}, {"piece", text.piece}};
                      },
-                     [](const AgentDone& done) { return ToJson(done.result); },
+                     [](const AgentDone& done) {
+                       Json json = ToJson(done.result);
+                       json["trace"] = ToJson(done.trace);
+                       return json;
+                     },
                      [](const AgentFailed& failed) {
                        return Json{{"type", "error"},
                                    {"code", CodeName(failed.error.code)},
@@ -274,6 +310,7 @@ Result<AgentCommand> ParseAgentCommand(std::string_view line) {
     fields.Read("kv", setup.kv);
     fields.Read("n_ctx", setup.n_ctx, 1, kMaxInt);
     fields.Read("threads", setup.threads, 1, 1024);
+    fields.Read("trace", setup.trace);
     command = std::move(setup);
   } else if (type == "turn") {
     AgentTurn turn;
@@ -320,7 +357,9 @@ Result<AgentEvent> ParseAgentEvent(std::string_view line) {
     fields.Read("piece", text.piece);
     event = std::move(text);
   } else if (type == "done") {
-    event = AgentDone{ReadTurnResult(fields)};
+    AgentDone done{.result = ReadTurnResult(fields)};
+    fields.Read("trace", done.trace);
+    event = std::move(done);
   } else if (type == "error") {
     AgentFailed failed;
     fields.OneOf("code", failed.error.code, Code::kInternal, CodeName);

@@ -33,6 +33,7 @@ struct AgentSetup {
   CodecPair kv;
   int n_ctx = 4096;
   int threads = 2;
+  bool trace = false;  // record stages
 };
 
 // What to do; TurnRequest's fields of the same names.
@@ -62,6 +63,7 @@ struct AgentText {
 };
 struct AgentDone {
   TurnResult result;
+  std::vector<TraceEvent> trace;
 };
 struct AgentFailed {
   Error error;

@@ -77,6 +77,8 @@ Status Serve(Channel& channel) {
   const auto start = std::chrono::steady_clock::now();
   QKV_ASSIGN_OR_RETURN(const std::shared_ptr<const Model> model, Model::Load(setup.model));
   SequenceOptions options = {.n_ctx = setup.n_ctx, .n_threads = setup.threads, .kv = setup.kv};
+  Trace trace(setup.agent);
+  if (setup.trace) options.trace = &trace;
   options.on_progress = [&channel](size_t done, size_t total) {
     channel.Send(AgentProgress{static_cast<int64_t>(done), static_cast<int64_t>(total)});
   };
@@ -105,7 +107,7 @@ Status Serve(Channel& channel) {
   QKV_ASSIGN_OR_RETURN(TurnResult result, agent.Run(request, [&](std::string_view piece) {
     return channel.Send(AgentText{std::string(piece)});
   }));
-  channel.Send(AgentDone{std::move(result)});
+  channel.Send(AgentDone{std::move(result), trace.Take()});
   while (channel.ReadLine()) {
   }
   return {};

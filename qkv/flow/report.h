@@ -50,6 +50,8 @@ struct ModeResult {
                                 // what each holds
   double tasks_per_minute = 0;  // one task: the whole flow; 0 unless every agent finished
 
+  std::vector<TraceEvent> trace;  // of all agents, if it was asked for
+
   std::vector<HopResult> hops;  // the agents that finished, in the order of the flow
   std::map<std::string, std::string> outputs;
   std::map<std::string, std::vector<Token>> output_tokens;

@@ -216,6 +216,7 @@ class Run {
     setup.n_ctx = flow_.n_ctx;
     setup.threads =
         flow_.threads > 0 ? flow_.threads : std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 256);
+    setup.trace = options_.trace;
     workers_[i].process->Send(ToLine(setup));
     workers_[i].loading = true;
     workers_[i].deadline = Clock::now() + options_.load_deadline;
@@ -316,6 +317,7 @@ class Run {
       Tell(FlowEvent::Kind::kText, i, text->piece);
     } else if (auto* done = std::get_if<AgentDone>(&*event); done != nullptr && running) {
       worker.result = std::move(done->result);
+      std::move(done->trace.begin(), done->trace.end(), std::back_inserter(result_.trace));
       result_.outputs[agent(i).name] = worker.result.text;
       Tell(FlowEvent::Kind::kFinished, i, {}, &worker.result);
       Apply(plan_.OnFinished(i));

@@ -54,6 +54,7 @@ struct RunOptions {
   std::function<void(const FlowEvent&)> on_event;  // on the calling thread
   // What runs an agent; empty: this very program with the argument "agent-worker".
   std::vector<std::string> worker_argv;
+  bool trace = false;  // collect ModeResult::trace
 };
 
 // The flow's own list, or i8 and i4.

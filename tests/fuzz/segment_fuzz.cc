@@ -1,17 +1,52 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Any bytes as a segment: Open refuses them, or every page may be read.
+// Any bytes as a segment's header, page table and pages: Open refuses them, or every page may be read. Then the same under
+// a header checksum that is right, as a liar would send it.
 
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "qkv/segment/segment.h"
 
+namespace {
+
+using qkv::PageEntry;
+using qkv::SegmentHeader;
+
+void Use(std::span<const std::byte> bytes) {
+  auto fd = qkv::SealedMemfd("qkv-fuzz", bytes);
+  if (!fd) return;
+  const auto segment = qkv::Segment::Open(*std::move(fd));
+  if (!segment) {
+    QKV_CHECK(segment.error().reason != qkv::Reason::kNone);
+    return;
+  }
+  for (size_t i = 0; i < (*segment)->pages().size(); ++i) {
+    const PageEntry& page = (*segment)->pages()[i];
+    QKV_CHECK(page.bytes == qkv::PageLayout((*segment)->geometry(), (*segment)->codecs(i)).bytes);
+    QKV_CHECK(page.offset + page.bytes <= bytes.size());
+    (void)(*segment)->Verify(i);  // reads the whole page
+  }
+}
+
+}  // namespace
+
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  auto fd = qkv::SealedMemfd("qkv-fuzz", {reinterpret_cast<const std::byte*>(data), size});
-  if (!fd) return 0;
-  const auto segment = qkv::Segment::Open(*std::move(fd), /*require_seals=*/false);
-  if (!segment) return 0;
-  for (size_t i = 0; i < (*segment)->pages().size(); ++i) (void)(*segment)->Verify(i);
+  Use({reinterpret_cast<const std::byte*>(data), size});
+  if (size < sizeof(SegmentHeader)) return 0;
+  SegmentHeader header;
+  std::memcpy(&header, data, sizeof header);
+  const size_t room = (size - sizeof header) / sizeof(PageEntry);
+  if (header.n_pages > room) header.n_pages %= room + 1;
+  header.file_bytes = size;
+  std::vector<PageEntry> table(header.n_pages);
+  if (!table.empty()) std::memcpy(table.data(), data + sizeof header, table.size() * sizeof(PageEntry));
+  header.header_checksum = qkv::HeaderChecksum(header, table);
+  std::vector<std::byte> forged(size);
+  std::memcpy(forged.data(), data, size);
+  std::memcpy(forged.data(), &header, sizeof header);
+  Use(forged);
   return 0;
 }
