@@ -4,15 +4,17 @@ BUILD ?= build
 JOBS  ?= $(shell nproc)
 GENERATOR := $(if $(shell command -v ninja),-G Ninja)
 CMAKE_FLAGS ?=
+FUZZ_SECONDS ?= 60
 
-.PHONY: help setup configure build demo test bench sanitize tsan neon format clean
+.PHONY: help setup configure build demo test fuzz bench sanitize tsan neon format clean
 
 help:
 	@echo "make demo      set up, build, run examples/writer_editor.yaml --compare"
-	@echo "make test      set up, build, run all tests"
+	@echo "make test      set up, build, run all tests, then the fuzz targets"
 	@echo "make setup     system packages, ggml and libllama, the default model (once, into a cache folder)"
 	@echo "make build     the program: $(BUILD)/qkvshare"
 	@echo "make bench     what a handoff costs, against libllama (bench handoff)"
+	@echo "make fuzz      every parser of bytes from elsewhere, $(FUZZ_SECONDS) s each, with libFuzzer (needs clang)"
 	@echo "make sanitize  unit tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make tsan      thread tests under ThreadSanitizer"
 	@echo "make neon      the kernels' tests for aarch64 under qemu-user"
@@ -34,6 +36,11 @@ demo: build
 test: configure
 	@cmake --build $(BUILD) -j $(JOBS)
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+	@$(MAKE) --no-print-directory fuzz
+
+fuzz:
+	@bash scripts/setup.sh --fuzz
+	@bash scripts/fuzz.sh $(BUILD)-fuzz $(FUZZ_SECONDS)
 
 bench: build
 	@$(BUILD)/qkvshare bench handoff --context 1024,4096,8192
@@ -45,8 +52,9 @@ sanitize: setup
 
 tsan: setup
 	@cmake -S . -B $(BUILD)-tsan $(GENERATOR) -Wno-dev -DQKV_SANITIZE=thread $(CMAKE_FLAGS) > /dev/null
-	@cmake --build $(BUILD)-tsan -j $(JOBS) --target segment_test attention_test broker_test
-	@TSAN_OPTIONS=die_after_fork=0 ctest --test-dir $(BUILD)-tsan --output-on-failure --no-tests=error -R '^(segment|attention|broker)\.'
+	@cmake --build $(BUILD)-tsan -j $(JOBS) --target segment_test attention_test broker_test load_test
+	@TSAN_OPTIONS=die_after_fork=0 QKV_LOAD_SECONDS=20 ctest --test-dir $(BUILD)-tsan --output-on-failure --no-tests=error \
+	  -R '^(segment|attention|broker)\.|^tests\.Load\.EightThreads'
 
 neon:
 	@bash scripts/neon.sh $(BUILD)-neon

@@ -4,6 +4,7 @@
 # Idempotent and quiet when there is nothing to do. What it makes lives in a cache folder outside the clone:
 #   $QKVSHARE_CACHE, else $XDG_CACHE_HOME/qkvshare, else ~/.cache/qkvshare
 # Usage: scripts/setup.sh            do it
+#        scripts/setup.sh --fuzz     and clang with libFuzzer, if it can be had (scripts/fuzz.sh goes without)
 #        scripts/setup.sh --paths    print the paths (LLAMA_PREFIX=… MODEL=…), do nothing
 set -euo pipefail
 umask 022
@@ -24,8 +25,8 @@ if [ "${1:-}" = --paths ]; then
   echo "LLAMA_PREFIX=$(llama_prefix)"
   echo "MODEL=$model"
   exit 0
-elif [ $# -gt 0 ]; then
-  echo "setup: unknown argument '$1' (expected nothing, or --paths)" >&2
+elif [ $# -gt 0 ] && [ "$1" != --fuzz ]; then
+  echo "setup: unknown argument '$1' (expected nothing, --fuzz or --paths)" >&2
   exit 2
 fi
 
@@ -50,6 +51,17 @@ if [ ${#missing[@]} -gt 0 ]; then
   $sudo apt-get update >"$log" 2>&1 &&
     $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}" >>"$log" 2>&1 || {
       tail -n 20 "$log" >&2; echo "setup: apt-get failed (whole log: $log)" >&2; exit 1; }
+  rm -f "$log"
+fi
+
+# Where the runtime is no package of its own it comes with clang.
+if [ "${1:-}" = --fuzz ] && ! command -v clang++ >/dev/null; then
+  if [ "$(id -u)" = 0 ]; then sudo=; else sudo="sudo -n"; fi
+  echo "setup: installing clang and libFuzzer"
+  log=$(mktemp)
+  { $sudo apt-get update && { $sudo apt-get install -y --no-install-recommends clang libclang-rt-dev ||
+    $sudo apt-get install -y --no-install-recommends clang; }; } >"$log" 2>&1 ||
+    echo "setup: no clang to be had ($(tail -n 1 "$log"))"
   rm -f "$log"
 fi
 

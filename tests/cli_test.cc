@@ -15,6 +15,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <thread>
@@ -276,8 +277,9 @@ TEST_F(Cli, ABadValueIsNamed) {
 }
 
 TEST_F(Cli, EveryCommandExplainsItselfWithAnExample) {
-  const std::vector<Args> commands = {{},     {"run"},     {"generate"}, {"publish"}, {"attach"}, {"broker"},
-                                      {"ls"}, {"inspect"}, {"verify"},   {"release"}, {"bench"},  {"bench", "handoff"}};
+  const std::vector<Args> commands = {
+      {},      {"run"},     {"generate"}, {"publish"}, {"attach"}, {"broker"},          {"ls"},
+      {"top"}, {"inspect"}, {"verify"},   {"release"}, {"bench"},  {"bench", "handoff"}};
   for (Args args : commands) {
     args.push_back("--help");
     const Ran ran = Run(args);
@@ -378,6 +380,116 @@ TEST_F(CliWithBroker, APublishedContextIsListedInspectedVerifiedAndReleased) {
   EXPECT_EQ(released.output + released.errors, "");
   EXPECT_EQ(RunForJson({"ls", "--socket", "broker.sock", "--json"})["contexts"].size(), 0u);
   ExpectRefused({"release", id, "--socket", "broker.sock"}, {id});
+}
+
+TEST_F(CliWithBroker, VerifyDeepReadsSomeTokensAgain) {
+  PublishStory();
+  const Json verified = RunForJson({"verify", "story", "--verify=deep", "--sample", "8", "--socket", "broker.sock",
+                                    "-m", TestModelPath(), "-t", "2", "--json"});
+  EXPECT_EQ(verified["failed"], 0);
+  ASSERT_EQ(verified["read_again"].size(), 2u);
+  EXPECT_EQ(verified["read_again"][1]["where"], "last 8 tokens");
+  EXPECT_EQ(verified["read_again"][1]["status"], "ok");
+  EXPECT_GT(verified["read_again"][1]["k_limit"], verified["read_again"][1]["k_error"]);
+  const Ran text = Run({"verify", "story", "--verify=deep", "--sample", "8", "--socket", "broker.sock", "-m",
+                        TestModelPath(), "-t", "2"});
+  EXPECT_EQ(text.status, 0) << text.errors;
+  EXPECT_THAT(text.output, HasSubstr("first 8 tokens read again: K error"));
+  ExpectRefused({"verify", "--file", "segment.bin", "--verify=deep"}, {"--verify=deep", "not one file"});
+}
+
+TEST_F(CliWithBroker, TopShowsHoldersAndHits) {
+  PublishStory();
+  auto client = BrokerClient::Connect(Path("broker.sock"));
+  ASSERT_TRUE(client);
+  ASSERT_TRUE((*client)->Attach("story"));
+  ASSERT_TRUE((*client)->Attach("story"));
+  const Json top = RunForJson({"top", "--socket", "broker.sock", "--json"});
+  ASSERT_EQ(top["contexts"].size(), 1u);
+  EXPECT_EQ(top["contexts"][0]["hits"], 2);
+  EXPECT_EQ(top["contexts"][0]["leases"], 2);
+  EXPECT_EQ(top["contexts"][0]["holders"], Json::array({::getpid()}));
+  EXPECT_EQ(top["totals"]["published"], 1);
+  EXPECT_GT(top["totals"]["tokens_recomputed"], 10);  // the producer's own turn
+
+  const Ran table = Run({"top", "--socket", "broker.sock"});  // a pipe: one look
+  EXPECT_EQ(table.status, 0) << table.errors;
+  EXPECT_THAT(table.output, AllOf(HasSubstr("1 contexts, 2 leases"), HasSubstr("story"),
+                                  HasSubstr(std::to_string(::getpid())), ::testing::Not(HasSubstr("\033"))));
+}
+
+// Every complete event of a trace, by name; checks what the format asks for.
+std::map<std::string, std::vector<Json>> StagesOf(const std::string& path) {
+  std::ifstream in(path);
+  const Json trace = Json::parse(in, nullptr, false);
+  std::map<std::string, std::vector<Json>> stages;
+  if (!trace.is_object() || !trace["traceEvents"].is_array()) {
+    ADD_FAILURE() << path << " is no trace";
+    return stages;
+  }
+  for (const Json& event : trace["traceEvents"]) {
+    EXPECT_TRUE(event["name"].is_string() && event["pid"].is_number_integer() && event["tid"].is_number_integer());
+    if (event["ph"] == "M") continue;
+    EXPECT_EQ(event["ph"], "X");
+    EXPECT_TRUE(event["ts"].is_number() && event["dur"].is_number());
+    EXPECT_GE(event["dur"], 0);
+    stages[event["name"]].push_back(event);
+  }
+  return stages;
+}
+double StartOf(const Json& event) {
+  return event["ts"].get<double>();
+}
+double EndOf(const Json& event) {
+  return StartOf(event) + event["dur"].get<double>();
+}
+
+TEST_F(CliWithBroker, ATraceHasTheStagesOfAHandoffInOrder) {
+  std::string prompt;
+  for (int i = 0; i < 80; ++i) prompt += " river";  // two full pages and a part of one
+  const Ran producer = Run(WithModel({"publish", "--name", "story", "--raw", "-p", prompt, "--trace", "publish.json"}));
+  ASSERT_EQ(producer.status, 0) << producer.errors;
+  const Ran consumer = Run(WithModel({"attach", "story", "--raw", "-p", " bank", "-n", "2", "--ignore-eos", "--on-miss",
+                                      "fail", "--trace", "attach.json"}));
+  ASSERT_EQ(consumer.status, 0) << consumer.errors;
+  auto made = StagesOf(Path("publish.json"));
+  ASSERT_EQ(made["encode"].size(), 3u);
+  ASSERT_EQ(made["seal"].size(), 1u);
+  ASSERT_EQ(made["publish"].size(), 1u);
+  EXPECT_LE(EndOf(made["encode"][2]), EndOf(made["seal"][0]));
+  EXPECT_LE(EndOf(made["seal"][0]), EndOf(made["publish"][0]));
+  EXPECT_NE(made["encode"][0]["tid"], made["publish"][0]["tid"]);  // the encoder is a thread of its own
+  auto taken = StagesOf(Path("attach.json"));
+  for (const char* stage : {"fetch", "map", "verify", "first_attention", "first_token"}) {
+    ASSERT_EQ(taken[stage].size(), 1u) << stage;
+  }
+  EXPECT_LE(EndOf(made["publish"][0]), StartOf(taken["fetch"][0]));  // one clock for both processes
+  EXPECT_LE(EndOf(taken["fetch"][0]), EndOf(taken["map"][0]));
+  EXPECT_LE(EndOf(taken["map"][0]), StartOf(taken["verify"][0]));
+  EXPECT_LE(EndOf(taken["verify"][0]), StartOf(taken["first_attention"][0]));
+  EXPECT_LE(EndOf(taken["first_attention"][0]), EndOf(taken["first_token"][0]));
+  ExpectRefused(WithModel({"attach", "story", "-p", "hi", "--trace", "nowhere/trace.json"}), {"--trace", "nowhere"});
+}
+
+TEST_F(Cli, ATraceOfAFlowHasAllItsAgents) {
+  Write("flow.yaml",
+        "n_ctx: 256\nthreads: 1\nagents:\n"
+        "  - {name: writer, prompt: Write., max_tokens: 2}\n"
+        "  - {name: editor, inherits: writer, prompt: Edit., max_tokens: 2}\n");
+  const Ran ran = Run({"run", "flow.yaml", "-m", TestModelPath(), "--quiet", "--trace", "trace.json"});
+  ASSERT_EQ(ran.status, 0) << ran.errors;
+  auto stages = StagesOf(Path("trace.json"));
+  ASSERT_EQ(stages["publish"].size(), 1u);
+  ASSERT_EQ(stages["first_attention"].size(), 1u);
+  EXPECT_NE(stages["publish"][0]["pid"], stages["first_attention"][0]["pid"]);
+  EXPECT_LE(EndOf(stages["publish"][0]), StartOf(stages["first_attention"][0]));
+  std::ifstream in(Path("trace.json"));
+  const std::string text{std::istreambuf_iterator<char>(in), {}};
+  EXPECT_THAT(text, AllOf(HasSubstr("process_name"), HasSubstr("\"writer\""), HasSubstr("\"editor\"")));
+}
+
+TEST_F(Cli, MetricsAreOnLoopbackOnly) {
+  ExpectRefused({"broker", "--socket", "broker.sock", "--metrics", "0.0.0.0:9464"}, {"0.0.0.0:9464", "loopback"});
 }
 
 }  // namespace

@@ -263,6 +263,9 @@ class Ladder : public ::testing::Test {
       EXPECT_THAT(metrics,
                   HasSubstr(fmt::format("qkvshare:fallback_total{{on_miss=\"{}\",reason=\"{}\"}} 1\n", on_miss, name)));
     }
+    const auto status = client_->List();
+    ASSERT_TRUE(status) << status.error().message;
+    for (const ContextInfo& context : status->contexts) EXPECT_EQ(context.n_leases, n_leases_) << "a lease stayed behind";
     std::lock_guard lock(mutex_);
     EXPECT_THAT(log_, HasSubstr(fmt::format(R"("mode":"none","reason":"{}","failed":true)", name)));
     EXPECT_THAT(log_, HasSubstr(fmt::format(R"("mode":"text","reason":"{}","failed":false)", name)));
@@ -288,6 +291,7 @@ class Ladder : public ::testing::Test {
 
   TempDir dir_;
   int n_models_ = 0;
+  uint32_t n_leases_ = 0;  // that the test itself holds
   std::shared_ptr<const Model> model_;
   std::mutex mutex_;
   std::string log_;
@@ -520,6 +524,7 @@ TEST_F(Ladder, MoreLeasesThanAClientMayHold) {
   Publish(Made(model_));
   for (;;) {
     const auto attached = client_->Attach("context");
+    n_leases_ += attached ? 1 : 0;
     if (attached) continue;
     ASSERT_EQ(attached.error().reason, Reason::kPoolFull) << attached.error().message;
     break;

@@ -5,6 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <functional>
 #include <random>
 
 #include "qkv/broker/socket.h"
@@ -122,7 +124,9 @@ TEST(Protocol, AContextArrivesAsItWasAndCutToSize) {
                    .created_unix_ms = 4,
                    .expires_unix_ms = 5,
                    .pinned = true,
-                   .n_leases = 6};
+                   .n_leases = 6,
+                   .n_attached = 7,
+                   .holders = std::vector<int64_t>(100, 8)};
   BrokerReply::Context wire;
   ToWire(info, &wire);
   const ContextInfo back = FromWire(wire);
@@ -137,10 +141,60 @@ TEST(Protocol, AContextArrivesAsItWasAndCutToSize) {
   EXPECT_EQ(back.expires_unix_ms, 5);
   EXPECT_TRUE(back.pinned);
   EXPECT_EQ(back.n_leases, 6);
+  EXPECT_EQ(back.n_attached, 7u);
+  EXPECT_EQ(back.holders, std::vector<int64_t>(16, 8));  // the first few
   info.model.assign(100'000, 'm');
   info.kv.assign(100'000, 'k');
   ToWire(info, &wire);
   EXPECT_LT(wire.ByteSizeLong(), 1000);
+}
+
+TurnReport SomeReport() {
+  return {.context = "summary",
+          .mode = "text",
+          .reason = Reason::kChecksum,
+          .failed = true,
+          .tokens_reused = 1,
+          .tokens_recomputed = 2,
+          .attach_seconds = 0.25,
+          .publish_seconds = 0.5,
+          .ttft_seconds = 4};
+}
+
+TEST(Protocol, AReportArrivesAsItWas) {
+  BrokerRequest request;
+  ToWire(SomeReport(), request.mutable_report());
+  const auto decoded = DecodeRequest(request.SerializeAsString(), 0);
+  ASSERT_TRUE(decoded) << decoded.error().message;
+  const TurnReport report = FromWire(decoded->report());
+  EXPECT_EQ(report.context, "summary");
+  EXPECT_EQ(report.mode, "text");
+  EXPECT_EQ(report.reason, Reason::kChecksum);
+  EXPECT_TRUE(report.failed);
+  EXPECT_EQ(report.tokens_reused, 1u);
+  EXPECT_EQ(report.tokens_recomputed, 2u);
+  EXPECT_EQ(report.attach_seconds, 0.25);
+  EXPECT_EQ(report.publish_seconds, 0.5);
+  EXPECT_EQ(report.ttft_seconds, 4);
+}
+
+TEST(Protocol, AReportCannotSpoilTheCounters) {
+  const std::pair<const char*, std::function<void(BrokerRequest::Report&)>> changes[] = {
+      {"mode", [](auto& r) { r.set_mode("teleport"); }},
+      {"no mode", [](auto& r) { r.set_mode(""); }},
+      {"reason", [](auto& r) { r.set_reason("because"); }},
+      {"context", [](auto& r) { r.set_context("../x"); }},
+      {"reused", [](auto& r) { r.set_tokens_reused(UINT64_MAX); }},
+      {"recomputed", [](auto& r) { r.set_tokens_recomputed(uint64_t{1} << 40); }},
+      {"negative", [](auto& r) { r.set_attach_seconds(-1); }},
+      {"nan", [](auto& r) { r.set_publish_seconds(std::nan("")); }},
+      {"infinite", [](auto& r) { r.set_ttft_seconds(HUGE_VAL); }}};
+  for (const auto& [what, change] : changes) {
+    BrokerRequest request;
+    ToWire(SomeReport(), request.mutable_report());
+    change(*request.mutable_report());
+    EXPECT_EQ(Decoded(request), "invalid_argument") << what;
+  }
 }
 
 TEST(Protocol, SurvivesDamagedRequests) {

@@ -114,7 +114,8 @@ struct BrokerServer::Impl {
   Listener listener;
   Fd wake;
   const uint64_t generation;
-  const std::shared_ptr<BrokerMetrics> metrics = std::make_shared<BrokerMetrics>();
+  const std::shared_ptr<BrokerMetrics> metrics =
+      options.metrics != nullptr ? options.metrics : std::make_shared<BrokerMetrics>();
   std::thread thread;
   // From here on: only that thread's.
   Registry registry;

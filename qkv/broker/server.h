@@ -22,6 +22,7 @@ struct BrokerOptions {
   std::string socket_path;
   uint64_t budget_bytes = uint64_t{4} << 30;
   size_t max_clients = 256;
+  std::shared_ptr<BrokerMetrics> metrics;  // where to count; null: one of its own
   // One line of JSON per life-cycle event (docs/PROTOCOL.md: created, published, attached, released, removed, expired,
   // evicted, refused); called on the broker's thread, which serves nobody meanwhile. Must not throw.
   std::function<void(const std::string& json_line)> on_event;

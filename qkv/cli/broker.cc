@@ -44,17 +44,20 @@ int Run(const Options& options) {
     return Fail(
         {Code::kInvalidArgument, fmt::format("broker: '{}' is not a directory that could hold a socket", parent), {}});
   }
+  server_options.metrics = std::make_shared<BrokerMetrics>();
+  std::unique_ptr<MetricsEndpoint> endpoint;
+  if (!options.metrics.empty()) {
+    auto started = MetricsEndpoint::Start(options.metrics, server_options.metrics);
+    if (!started) return Fail(started.error());
+    endpoint = *std::move(started);
+  }
   auto server = BrokerServer::Start(server_options);
   if (!server) return Fail(server.error());
-  std::unique_ptr<MetricsEndpoint> metrics;
-  if (!options.metrics.empty()) {
-    auto started = MetricsEndpoint::Start(options.metrics, (*server)->metrics());
-    if (!started) return Fail(started.error());
-    metrics = *std::move(started);
-    fmt::print(stderr, "qkvshare: metrics at http://{}:{}/metrics\n",
-               options.metrics.substr(0, options.metrics.rfind(':')), metrics->port());
-  }
   fmt::print(stderr, "qkvshare: broker listens on {} (Ctrl-C ends it)\n", (*server)->socket_path());
+  if (endpoint != nullptr) {
+    fmt::print(stderr, "qkvshare: metrics at http://{}:{}/metrics\n",
+               options.metrics.substr(0, options.metrics.rfind(':')), endpoint->port());
+  }
   int signal = 0;
   sigwait(&stop, &signal);
   return 0;

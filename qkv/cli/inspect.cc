@@ -6,11 +6,14 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "qkv/cli/commands.h"
 #include "qkv/cli/options.h"
+#include "qkv/engine/deep_verify.h"
 
 namespace qkv::cli {
 namespace {
@@ -23,6 +26,10 @@ struct Options {
   bool file = false;
   bool tokens = false;
   bool json = false;
+  // verify only
+  std::string depth = "pages";
+  int sample = 64;
+  ModelOptions model;
 };
 
 Json SegmentJson(const Segment& segment) {
@@ -92,9 +99,41 @@ Status Inspect(const Options& options) {
   return {};
 }
 
-// Every page against its checksum. Returns how many failed.
+// Reads some of the tokens again with the model. Returns how many checks failed.
+Result<int> VerifyAgainstModel(const Options& options, const Context& context, Json* json) {
+  QKV_ASSIGN_OR_RETURN(const auto model, LoadModel(options.model));
+  const int threads = options.model.n_threads > 0 ? options.model.n_threads
+                                                  : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  QKV_ASSIGN_OR_RETURN(const auto checks, VerifyDeep(model, context, options.sample, threads));
+  int failed = 0;
+  *json = Json::array();
+  for (const DeepCheck& check : checks) {
+    failed += check.ok() ? 0 : 1;
+    json->push_back({{"where", check.where},
+                     {"k_error", check.k_error},
+                     {"k_limit", check.k_limit},
+                     {"v_error", check.v_error},
+                     {"v_limit", check.v_limit},
+                     {"kl", check.kl < 0 ? Json() : Json(check.kl)},
+                     {"kl_limit", check.kl_limit},
+                     {"status", check.ok() ? "ok" : "differs"}});
+    if (options.json) continue;
+    fmt::print("{} read again: K error {:.1e} (limit {:.1e}), V error {:.1e} (limit {:.1e}){}: {}\n", check.where,
+               check.k_error, check.k_limit, check.v_error, check.v_limit,
+               check.kl < 0 ? "" : fmt::format(", KL {:.1e} (limit {:.1e})", check.kl, check.kl_limit),
+               check.ok() ? "ok" : "differs");
+  }
+  return failed;
+}
+
+// Every page against its checksum, and more if asked. Returns how many failed.
 Result<int> Verify(const Options& options) {
-  std::vector<std::shared_ptr<const Segment>> segments;
+  const bool deep = options.depth == "deep";
+  if (deep && options.file) {
+    return Err(Code::kInvalidArgument, "verify: --verify=deep needs a card and its segments, not one file");
+  }
+  Context context;
+  std::vector<std::shared_ptr<const Segment>>& segments = context.segments;
   if (options.file) {
     QKV_ASSIGN_OR_RETURN(Fd fd, OpenFile(options.what));
     if (!LooksLikeSegment(fd)) {
@@ -106,8 +145,7 @@ Result<int> Verify(const Options& options) {
     segments.push_back(std::move(segment));
   } else {
     QKV_ASSIGN_OR_RETURN(const auto broker, ConnectBroker(options.socket));
-    QKV_ASSIGN_OR_RETURN(Context context, FetchContext(*broker, options.what));
-    segments = std::move(context.segments);
+    QKV_ASSIGN_OR_RETURN(context, FetchContext(*broker, options.what));
   }
   Json json = Json::array();
   int failed = 0;
@@ -124,7 +162,15 @@ Result<int> Verify(const Options& options) {
       }
     }
   }
-  if (options.json) fmt::print("{}\n", Json{{"pages", json}, {"failed", failed}}.dump(2));
+  Json checks;
+  if (deep && failed == 0) {
+    QKV_ASSIGN_OR_RETURN(failed, VerifyAgainstModel(options, context, &checks));
+  }
+  if (options.json) {
+    Json report{{"pages", json}, {"failed", failed}};
+    if (deep) report["read_again"] = checks;
+    fmt::print("{}\n", report.dump(2));
+  }
   return failed;
 }
 
@@ -155,7 +201,20 @@ void AddVerify(CLI::App& app, int& status) {
   CLI::App* command = app.add_subcommand("verify", "check every page of a context against its checksum");
   AddTarget(*command, *options);
   command->add_flag("--json", options->json, "print JSON");
-  command->footer("Exit status 0 if every page is as it was written.\nExample: qkvshare verify report");
+  command
+      ->add_option("--verify", options->depth,
+                   "pages: checksums; deep: also read the first and last tokens again with the model, and compare")
+      ->check(CLI::IsMember({"pages", "deep"}))
+      ->capture_default_str();
+  command->add_option("--sample", options->sample, "with --verify=deep: tokens to read again at either end")
+      ->capture_default_str()
+      ->check(CLI::Range(2, 1 << 16));
+  command->add_option("-m,--model", options->model.model, "with --verify=deep: the GGUF file")->type_name("FILE");
+  command->add_option("-t,--threads", options->model.n_threads, "with --verify=deep: threads (default: all cores)")
+      ->check(CLI::Range(1, 512));
+  command->footer(
+      "Exit status 0 if every page is as it was written, and if the model makes the same of the tokens.\n"
+      "Example: qkvshare verify report\n         qkvshare verify report --verify=deep -m MODEL.gguf");
   command->callback([options, &status] {
     const Result<int> failed = Verify(*options);
     status = !failed ? Fail(failed.error()) : *failed > 0 ? 2 : 0;

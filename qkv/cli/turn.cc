@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "qkv/cli/turn.h"
 
+#include <chrono>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
@@ -9,7 +10,7 @@
 
 namespace qkv::cli {
 
-std::string TurnToJson(const TurnResult& result) {
+std::string TurnToJson(const TurnResult& result, double load_ms) {
   nlohmann::ordered_json json;
   json["text"] = result.text;
   json["token_ids"] = result.output_tokens;
@@ -29,6 +30,7 @@ std::string TurnToJson(const TurnResult& result) {
   }
   json["tokens_reused"] = result.tokens_reused;
   json["tokens_recomputed"] = result.tokens_recomputed;
+  json["load_ms"] = load_ms;
   json["attach_ms"] = result.attach_ms;
   json["ttft_ms"] = result.ttft_ms;
   json["decode_ms"] = result.decode_ms;
@@ -51,9 +53,11 @@ int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const Tu
     if (auto usable = CheckOutputFile(turn.trace_file, "--trace"); !usable) return Fail(usable.error());
   }
   Trace trace(request.agent.empty() ? "agent" : request.agent);
+  const auto start = std::chrono::steady_clock::now();
   auto model = LoadModel(model_options);
   if (!model) return Fail(model.error());
   (*model)->identity();  // digests now: a handoff then takes no longer than it must
+  const std::chrono::duration<double, std::milli> load_ms = std::chrono::steady_clock::now() - start;
   auto sequence = NewSequence(model_options, *model, turn.trace_file.empty() ? nullptr : &trace);
   if (!sequence) return Fail(sequence.error());
   Agent agent(*model, *std::move(sequence), broker);
@@ -74,7 +78,7 @@ int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const Tu
       return Fail(written.error());
   }
   if (turn.json) {
-    fmt::print("{}\n", TurnToJson(*result));
+    fmt::print("{}\n", TurnToJson(*result, load_ms.count()));
   } else if (!result->text.empty()) {
     fmt::print("\n");
   }

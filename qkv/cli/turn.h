@@ -12,7 +12,8 @@ namespace qkv::cli {
 // Loads the model, runs the turn, prints it: text as it comes, or one JSON object. Returns the exit status.
 int RunTurn(const ModelOptions& model, const TurnOptions& turn, const TurnRequest& request, BrokerClient* broker);
 
-// text, token_ids, mode, reason, tokens_reused, tokens_recomputed, attach_ms, ttft_ms and what else a script may want.
-std::string TurnToJson(const TurnResult& result);
+// text, token_ids, mode, reason, steps_down, tokens_reused, tokens_recomputed, attach_ms, ttft_ms and what else a script
+// may want. `load_ms`: of the model and its digests.
+std::string TurnToJson(const TurnResult& result, double load_ms);
 
 }  // namespace qkv::cli

@@ -35,6 +35,18 @@ Result<std::vector<std::byte>> ReadSealed(const Fd& fd) {
   return bytes;
 }
 
+Result<Context> OpenContext(AttachedContext attached) {
+  QKV_ASSIGN_OR_RETURN(const auto bytes, ReadSealed(attached.card));
+  Context context;
+  context.lease = attached.lease;
+  QKV_ASSIGN_OR_RETURN(context.card, ParseCard(bytes));
+  for (Fd& fd : attached.segments) {
+    QKV_ASSIGN_OR_RETURN(auto segment, Segment::Open(std::move(fd)));
+    context.segments.push_back(std::move(segment));
+  }
+  return context;
+}
+
 }  // namespace
 
 std::string_view HandoffModeName(HandoffMode mode) {
@@ -56,20 +68,15 @@ Status PublishContext(BrokerClient& broker, const Context& context, const Publis
 }
 
 Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name, Trace* trace) {
-  Result<AttachedContext> fetched = [&] {
+  Result<AttachedContext> attached = [&] {
     const TraceSpan span(trace, "fetch");
     return broker.Attach(id_or_name);
   }();
-  QKV_ASSIGN_OR_RETURN(AttachedContext attached, std::move(fetched));
+  if (!attached) return tl::unexpected(std::move(attached).error());
   const TraceSpan span(trace, "map");
-  QKV_ASSIGN_OR_RETURN(const auto bytes, ReadSealed(attached.card));
-  Context context;
-  context.lease = attached.lease;
-  QKV_ASSIGN_OR_RETURN(context.card, ParseCard(bytes));
-  for (Fd& fd : attached.segments) {
-    QKV_ASSIGN_OR_RETURN(auto segment, Segment::Open(std::move(fd)));
-    context.segments.push_back(std::move(segment));
-  }
+  const uint64_t lease = attached->lease;
+  auto context = OpenContext(*std::move(attached));
+  if (!context) (void)broker.ReleaseLease(lease);
   return context;
 }
 

@@ -158,7 +158,7 @@ struct Sequence::Impl {
 
   // What an Attach replaced, until a Forward has shown that the new context can be read.
   struct Before {
-    std::unique_ptr<PagedKv> kv;
+    std::unique_ptr<PagedKv> kv;  // null: it was empty
     std::vector<Token> tokens;
     std::vector<std::string> parents;
     std::vector<float> logits;
@@ -323,10 +323,11 @@ Status Sequence::Attach(const Context& context) {
     }
   }
   if (!s.before) {  // else nothing that was attached since has been read
-    s.before.emplace(
-        Impl::Before{std::move(s.kv), std::move(s.tokens), std::move(s.parents), std::move(s.logits), s.stats});
+    const bool was_empty = s.tokens.empty();
+    s.before.emplace(Impl::Before{was_empty ? nullptr : std::move(s.kv), std::move(s.tokens), std::move(s.parents),
+                                  std::move(s.logits), s.stats});
+    if (!was_empty) s.UseKv(s.NewKv());
   }
-  s.UseKv(s.NewKv());
   s.kv->Reset(std::move(spans));
   s.tokens.assign(card.token_ids().begin(), card.token_ids().end());
   s.parents = {card.id()};
@@ -340,7 +341,11 @@ Status Sequence::Attach(const Context& context) {
 void Sequence::Revert() {
   Impl& s = *impl_;
   if (!s.before) return;
-  s.UseKv(std::move(s.before->kv));
+  if (s.before->kv != nullptr) {
+    s.UseKv(std::move(s.before->kv));
+  } else {
+    s.kv->Reset({});
+  }
   s.tokens = std::move(s.before->tokens);
   s.parents = std::move(s.before->parents);
   s.logits = std::move(s.before->logits);

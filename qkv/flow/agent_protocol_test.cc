@@ -36,7 +36,8 @@ TEST(AgentProtocol, SetupArrivesWhole) {
                         .socket = "/tmp/s",
                         .kv = {CodecId::kI8, CodecId::kI4},
                         .n_ctx = 1234,
-                        .threads = 7};
+                        .threads = 7,
+                        .trace = true};
   const AgentSetup got = There(sent, ParseAgentCommand);
   EXPECT_EQ(got.agent, sent.agent);
   EXPECT_EQ(got.model, sent.model);
@@ -44,6 +45,7 @@ TEST(AgentProtocol, SetupArrivesWhole) {
   EXPECT_EQ(got.kv, sent.kv);
   EXPECT_EQ(got.n_ctx, sent.n_ctx);
   EXPECT_EQ(got.threads, sent.threads);
+  EXPECT_EQ(got.trace, sent.trace);
 }
 
 TEST(AgentProtocol, TurnArrivesWhole) {
@@ -106,6 +108,22 @@ TEST(AgentProtocol, DoneArrivesWhole) {
   EXPECT_EQ(got.context_id, sent.context_id);
   EXPECT_EQ(got.kv_bytes, sent.kv_bytes);
   EXPECT_EQ(got.own_kv_bytes, sent.own_kv_bytes);
+}
+
+TEST(AgentProtocol, StagesArriveWhole) {
+  const TraceEvent sent{
+      .process = "writer", .name = "seal", .start_us = 1e12 + 0.25, .duration_us = 7.5, .pid = 3, .tid = 4};
+  const AgentDone got = There(AgentDone{{}, {sent, sent}}, ParseAgentEvent);
+  ASSERT_EQ(got.trace.size(), 2u);
+  EXPECT_EQ(got.trace[1].process, sent.process);
+  EXPECT_EQ(got.trace[1].name, sent.name);
+  EXPECT_EQ(got.trace[1].start_us, sent.start_us);
+  EXPECT_EQ(got.trace[1].duration_us, sent.duration_us);
+  EXPECT_EQ(got.trace[1].pid, sent.pid);
+  EXPECT_EQ(got.trace[1].tid, sent.tid);
+  std::string line = ToLine(AgentDone{{}, {sent}});
+  line.replace(line.find("\"seal\""), 6, "[]");
+  EXPECT_THAT(EventError(line), HasSubstr("'trace' has a stage that is not understood"));
 }
 
 TEST(AgentProtocol, SmallEventsArriveWhole) {

@@ -252,6 +252,8 @@ class Run {
         if (options_.mode == FlowMode::kHandoff) turn.inherits = parent.result.context_id;
         turn.history = parent.result.context_tokens;
       } else if (spec.on_miss == OnMiss::kFail) {
+        worker.reason = Reason::kTokenizerMismatch;
+        ReportOwnReason(i, /*failed=*/true);
         return Err(Code::kIncompatible, Reason::kTokenizerMismatch,
                    "its model's tokens are not those of '{}', whose context it inherits", spec.inherits);
       } else {
@@ -320,6 +322,7 @@ class Run {
       std::move(done->trace.begin(), done->trace.end(), std::back_inserter(result_.trace));
       result_.outputs[agent(i).name] = worker.result.text;
       Tell(FlowEvent::Kind::kFinished, i, {}, &worker.result);
+      ReportOwnReason(i, /*failed=*/false);
       Apply(plan_.OnFinished(i));
     } else if (auto* failed = std::get_if<AgentFailed>(&*event)) {
       Fail(i, failed->error);
@@ -346,6 +349,15 @@ class Run {
       message += "; it said: " + words;
     }
     return Error{Code::kPeerLost, std::move(message), Reason::kPeerLost};
+  }
+
+  // The agent never heard of the context that its model could not use, so it cannot tell the broker.
+  void ReportOwnReason(int i, bool failed) {
+    if (client_ == nullptr || workers_[i].reason == Reason::kNone) return;
+    (void)client_->Report({.context = workers_[graph_[i].inherits].result.context_id,
+                           .mode = failed ? "none" : "text",
+                           .reason = workers_[i].reason,
+                           .failed = failed});
   }
 
   void Fail(int i, Error error) {

@@ -1,0 +1,197 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/engine/deep_verify.h"
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+
+namespace qkv {
+namespace {
+
+constexpr double kErrorFactor = 4;
+constexpr double kErrorFloor = 1e-6;
+constexpr double kKlFactor = 10;
+constexpr double kKlFloor = 0.02;
+constexpr int kKlSamples = 8;
+constexpr CodecPair kExact = {CodecId::kF16, CodecId::kF16};
+
+// Keys or values of consecutive tokens: [layer][token][kv_head][head_dim].
+struct Rows {
+  std::vector<float> k, v;
+  int n_layers = 0;
+};
+
+// Of tokens [first, first + n) of a context.
+Rows Decode(const Context& context, int first, int n) {
+  const Geometry& geometry = context.segments.front()->geometry();
+  const size_t token_floats = static_cast<size_t>(geometry.n_kv_heads) * geometry.head_dim;
+  const size_t layer_floats = token_floats * static_cast<size_t>(n);
+  Rows rows{std::vector<float>(layer_floats * geometry.n_layers), std::vector<float>(layer_floats * geometry.n_layers),
+            geometry.n_layers};
+  std::vector<float> block(static_cast<size_t>(kPageTokens) * geometry.head_dim);
+  for (const auto& span : context.card.spans()) {
+    const Segment& segment = *context.segments[span.segment()];
+    int position = static_cast<int>(span.first_position());
+    int left = static_cast<int>(span.n_tokens());
+    for (size_t page = span.first_page(); page < span.first_page() + span.n_pages(); ++page) {
+      const int tokens = std::min<int>(left, segment.pages()[page].tokens);
+      const int from = std::max(first, position), to = std::min(first + n, position + tokens);
+      const CodecPair codecs = segment.codecs(page);
+      const PageLayout layout(geometry, codecs);
+      for (int layer = 0; from < to && layer < geometry.n_layers; ++layer) {
+        for (int head = 0; head < geometry.n_kv_heads; ++head) {
+          for (const Side side : {Side::kK, Side::kV}) {
+            CodecOf(side == Side::kK ? codecs.k : codecs.v)
+                .decode(side, segment.page(page) + layout.BlockOffset(side, layer, head), tokens, geometry.head_dim,
+                        block.data());
+            float* out = (side == Side::kK ? rows.k : rows.v).data() + layer_floats * static_cast<size_t>(layer) +
+                         static_cast<size_t>(head) * geometry.head_dim;
+            for (int token = from; token < to; ++token) {
+              std::copy_n(&block[static_cast<size_t>(token - position) * geometry.head_dim], geometry.head_dim,
+                          out + token_floats * static_cast<size_t>(token - first));
+            }
+          }
+        }
+      }
+      position += tokens;
+      left -= tokens;
+    }
+  }
+  return rows;
+}
+
+// Of the layer where it is largest. Not a number counts as infinite.
+double WorstLayer(const std::vector<float>& found, const std::vector<float>& expected, int n_layers) {
+  double worst = 0;
+  const size_t layer_floats = found.size() / static_cast<size_t>(n_layers);
+  for (size_t begin = 0; begin < found.size(); begin += layer_floats) {
+    double difference = 0, square = 0;
+    for (size_t i = begin; i < begin + layer_floats; ++i) {
+      difference += std::pow(static_cast<double>(found[i]) - expected[i], 2);
+      square += std::pow(static_cast<double>(expected[i]), 2);
+    }
+    const double error = difference / std::max(square, 1e-30);
+    worst = std::isfinite(error) ? std::max(worst, error) : HUGE_VAL;
+  }
+  return worst;
+}
+
+double Kl(std::span<const float> p_logits, std::span<const float> q_logits) {
+  const auto log_sum = [](std::span<const float> logits) {
+    const double maximum = *std::max_element(logits.begin(), logits.end());
+    double sum = 0;
+    for (const float x : logits) sum += std::exp(x - maximum);
+    return maximum + std::log(sum);
+  };
+  const double p_sum = log_sum(p_logits), q_sum = log_sum(q_logits);
+  double kl = 0;
+  for (size_t i = 0; i < p_logits.size(); ++i) {
+    const double p = p_logits[i] - p_sum, q = q_logits[i] - q_sum;
+    kl += std::exp(p) * (p - q);
+  }
+  return std::isfinite(kl) ? std::max(kl, 0.0) : HUGE_VAL;
+}
+
+Result<std::unique_ptr<Sequence>> NewSequence(const std::shared_ptr<const Model>& model, CodecPair kv, int n_ctx,
+                                              int n_threads) {
+  SequenceOptions options;
+  options.n_ctx = n_ctx;
+  options.n_threads = n_threads;
+  options.kv = kv;
+  return Sequence::Create(model, options);
+}
+
+struct Limits {
+  double k = 0, v = 0, kl = 0;
+};
+
+// What codec and reading in pieces do to `tokens` with this model. `exact`: the rows of all of them, read at once.
+Result<Limits> MeasureLimits(const std::shared_ptr<const Model>& model, std::span<const Token> tokens, CodecPair kv,
+                             int n_threads, Rows* exact) {
+  const int n = static_cast<int>(tokens.size());
+  const int half = std::max(1, n * 2 / 5);  // no multiple of a page: how pages are cut differs as well
+  const size_t n_vocab = static_cast<size_t>(model->params().n_vocab);
+  QKV_ASSIGN_OR_RETURN(const auto at_once, NewSequence(model, kExact, n, n_threads));
+  at_once->KeepAllLogits(true);
+  QKV_RETURN_IF_ERROR(at_once->Forward(tokens));
+  QKV_ASSIGN_OR_RETURN(const Context whole, at_once->Publish({}));
+  *exact = Decode(whole, 0, n);
+
+  QKV_ASSIGN_OR_RETURN(const auto in_pieces, NewSequence(model, kv, n, n_threads));
+  QKV_RETURN_IF_ERROR(in_pieces->Forward(tokens.first(half)));
+  QKV_RETURN_IF_ERROR(in_pieces->Publish({}));
+  in_pieces->KeepAllLogits(true);
+  QKV_RETURN_IF_ERROR(in_pieces->Forward(tokens.subspan(half)));
+  QKV_ASSIGN_OR_RETURN(const Context pieces, in_pieces->Publish({}));
+  const Rows found = Decode(pieces, half, n - half);
+  const Rows expected = Decode(whole, half, n - half);
+
+  double kl = 0;
+  for (int i = half; i < n; ++i) {
+    kl += Kl(at_once->all_logits().subspan(n_vocab * static_cast<size_t>(i), n_vocab),
+             in_pieces->all_logits().subspan(n_vocab * static_cast<size_t>(i - half), n_vocab));
+  }
+  return Limits{.k = kErrorFactor * WorstLayer(found.k, expected.k, found.n_layers) + kErrorFloor,
+                .v = kErrorFactor * WorstLayer(found.v, expected.v, found.n_layers) + kErrorFloor,
+                .kl = kKlFactor * kl / (n - half) + kKlFloor};
+}
+
+DeepCheck Compare(std::string where, const Rows& found, const Rows& expected, const Limits& limits) {
+  return {.where = std::move(where),
+          .k_error = WorstLayer(found.k, expected.k, found.n_layers),
+          .k_limit = limits.k,
+          .v_error = WorstLayer(found.v, expected.v, found.n_layers),
+          .v_limit = limits.v,
+          .kl_limit = limits.kl};
+}
+
+}  // namespace
+
+Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& model, const Context& context,
+                                          int n_tokens, int n_threads) {
+  const std::vector<Token> tokens(context.card.token_ids().begin(), context.card.token_ids().end());
+  const int total = static_cast<int>(tokens.size());
+  const int n = std::min(std::max(n_tokens, 2), total);
+  if (n < 2) return Err(Code::kInvalidArgument, "context of {} tokens, expected at least 2", total);
+  const size_t n_vocab = static_cast<size_t>(model->params().n_vocab);
+
+  // Card and pages first: what follows may then be decoded.
+  QKV_ASSIGN_OR_RETURN(const auto reader, NewSequence(model, kExact, total, n_threads));
+  QKV_RETURN_IF_ERROR(reader->Attach(context));
+  QKV_RETURN_IF_ERROR(reader->Forward({}));
+
+  const Segment& first_segment = *context.segments[context.card.spans(0).segment()];
+  const CodecPair kv = first_segment.codecs(context.card.spans(0).first_page());
+  Rows exact;
+  QKV_ASSIGN_OR_RETURN(const Limits limits, MeasureLimits(model, std::span(tokens).first(n), kv, n_threads, &exact));
+  std::vector<DeepCheck> checks;
+  checks.push_back(Compare(fmt::format("first {} tokens", n), Decode(context, 0, n), exact, limits));
+  if (n == total) return checks;
+
+  // The last tokens, read again over the pages before them.
+  QKV_RETURN_IF_ERROR(reader->Attach(context));
+  QKV_RETURN_IF_ERROR(reader->Truncate(total - n));
+  reader->KeepAllLogits(true);
+  QKV_RETURN_IF_ERROR(reader->Forward(std::span(tokens).last(n)));
+  const std::vector<float> read_again(reader->all_logits().begin(), reader->all_logits().end());
+  QKV_ASSIGN_OR_RETURN(const Context again, reader->Publish({}));
+  DeepCheck last =
+      Compare(fmt::format("last {} tokens", n), Decode(context, total - n, n), Decode(again, total - n, n), limits);
+  // And their distributions over the pages themselves, at a few of them.
+  const int samples = std::min(kKlSamples, n);
+  double kl = 0;
+  reader->KeepAllLogits(false);
+  for (int i = 0; i < samples; ++i) {
+    const int at = n - 1 - i * n / samples;  // the last one, and others before it
+    QKV_RETURN_IF_ERROR(reader->Attach(context));
+    QKV_RETURN_IF_ERROR(reader->Truncate(total - n + at));
+    QKV_RETURN_IF_ERROR(reader->Forward({&tokens[static_cast<size_t>(total - n + at)], 1}));
+    kl += Kl(std::span(read_again).subspan(n_vocab * static_cast<size_t>(at), n_vocab), reader->logits());
+  }
+  last.kl = kl / samples;
+  checks.push_back(std::move(last));
+  return checks;
+}
+
+}  // namespace qkv
