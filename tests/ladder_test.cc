@@ -265,7 +265,8 @@ class Ladder : public ::testing::Test {
     }
     const auto status = client_->List();
     ASSERT_TRUE(status) << status.error().message;
-    for (const ContextInfo& context : status->contexts) EXPECT_EQ(context.n_leases, n_leases_) << "a lease stayed behind";
+    for (const ContextInfo& context : status->contexts)
+      EXPECT_EQ(context.n_leases, n_leases_) << "a lease stayed behind";
     std::lock_guard lock(mutex_);
     EXPECT_THAT(log_, HasSubstr(fmt::format(R"("mode":"none","reason":"{}","failed":true)", name)));
     EXPECT_THAT(log_, HasSubstr(fmt::format(R"("mode":"text","reason":"{}","failed":false)", name)));

@@ -134,7 +134,9 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
   std::vector<Token> history = request.history;
   if (!request.inherits.empty()) {
     result.steps_down.emplace_back();
+    const auto start = Clock::now();
     const Status attached = Attach(request, history, result);
+    if (result.attach_ms == 0) result.attach_ms = MsSince(start);  // it did not get that far
     if (attached) {
       result.steps_down.clear();
       result.mode = HandoffMode::kAttach;
