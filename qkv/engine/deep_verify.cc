@@ -10,7 +10,9 @@ namespace qkv {
 namespace {
 
 constexpr double kErrorFactor = 4;
-constexpr double kErrorFloor = 1e-6;
+// With quantized weights ggml rounds activations to 8 bits, and where pages are cut changes the order of additions: over
+// all layers of a small model this came to 1.3e-3 even for f16 pages.
+constexpr double kErrorFloor = 5e-3;
 constexpr double kKlFactor = 10;
 constexpr double kKlFloor = 0.02;
 constexpr int kKlSamples = 8;
