@@ -6,7 +6,7 @@ GENERATOR := $(if $(shell command -v ninja),-G Ninja)
 CMAKE_FLAGS ?=
 FUZZ_SECONDS ?= 60
 
-.PHONY: help setup configure build demo test fuzz bench sanitize tsan neon format clean
+.PHONY: help setup configure build demo test fuzz bench kill sanitize tsan neon format clean
 
 help:
 	@echo "make demo      set up, build, run examples/writer_editor.yaml --compare"
@@ -15,6 +15,7 @@ help:
 	@echo "make build     the program: $(BUILD)/qkvshare"
 	@echo "make bench     what a handoff costs, against libllama (bench handoff)"
 	@echo "make fuzz      every parser of bytes from elsewhere, $(FUZZ_SECONDS) s each, with libFuzzer (needs clang)"
+	@echo "make kill      2,000 random kills of producer, consumer and broker (tests/kill_test.cc)"
 	@echo "make sanitize  unit tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make tsan      thread tests under ThreadSanitizer"
 	@echo "make neon      the kernels' tests for aarch64 under qemu-user"
@@ -44,6 +45,10 @@ fuzz:
 
 bench: build
 	@$(BUILD)/qkvshare bench handoff --context 1024,4096,8192
+
+kill: configure
+	@cmake --build $(BUILD) -j $(JOBS) --target kill_test
+	@QKV_KILL_RUNS=2000 $(BUILD)/tests/kill_test --gtest_filter=Kill.AtRandomPoints
 
 sanitize: setup
 	@cmake -S . -B $(BUILD)-asan $(GENERATOR) -Wno-dev -DQKV_SANITIZE=address,undefined $(CMAKE_FLAGS) > /dev/null

@@ -18,6 +18,10 @@ pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
 add_library(qkv_xxhash INTERFACE)
 target_link_libraries(qkv_xxhash INTERFACE PkgConfig::XXHASH)
 
+pkg_check_modules(SODIUM REQUIRED IMPORTED_TARGET libsodium)
+add_library(qkv_sodium INTERFACE)
+target_link_libraries(qkv_sodium INTERFACE PkgConfig::SODIUM)
+
 pkg_check_modules(HWY REQUIRED IMPORTED_TARGET libhwy)
 add_library(qkv_hwy INTERFACE)
 target_link_libraries(qkv_hwy INTERFACE PkgConfig::HWY)

@@ -33,7 +33,7 @@ fi
 # --- system packages --------------------------------------------------------------------------------------------------
 packages=(build-essential cmake ninja-build pkg-config python3 python3-pip python3-venv
   libcli11-dev libfmt-dev nlohmann-json3-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler
-  libxxhash-dev libexpected-dev libhwy-dev libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev
+  libxxhash-dev libsodium-dev libexpected-dev libhwy-dev libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev
   prometheus-cpp-dev)
 missing=()
 for p in "${packages[@]}"; do

@@ -194,6 +194,45 @@ TEST_F(Leak, AfterTwoHundredHandoffsAndEightKillsNoMemoryFileOrDescriptorIsLeft)
   EXPECT_EQ(MemoryFilesIn(MappingsOf(::getpid())), 0);
 }
 
+uint64_t ResidentBytesOf(pid_t pid) {
+  std::ifstream in(fmt::format("/proc/{}/status", pid));
+  for (std::string line; std::getline(in, line);) {
+    if (line.starts_with("RssAnon:")) return std::stoull(line.substr(8)) * 1024;  // memory files are counted above
+  }
+  ADD_FAILURE() << "cannot look at the memory of process " << pid;
+  return 0;
+}
+
+TEST_F(Leak, AfterAThousandCyclesMemoryAndDescriptorsAreWhereTheyWereAfterTen) {
+  constexpr int kCycles = 1000, kBaseline = 10, kNewTokens = 1;
+  constexpr uint64_t kSlack = uint64_t{2} << 20;  // what an allocator may keep; a leak of 2 kB a cycle would be more
+  const auto producer = NewSequence();
+  ASSERT_TRUE(producer->Forward(SourceTokens(0, kContextTokens)));
+  const pid_t processes[] = {broker_->pid(), ::getpid()};
+  size_t descriptors[2] = {};
+  uint64_t resident[2] = {};
+  for (int cycle = 0; cycle < kCycles; ++cycle) {
+    ASSERT_TRUE(producer->Truncate(kContextTokens - kNewTokens));
+    ASSERT_TRUE(producer->Forward(SourceTokens(cycle, kNewTokens)));
+    const Context context = PublishNow(*producer, "cycle");
+    const auto fetched = FetchContext(*client_, "cycle");
+    ASSERT_TRUE(fetched) << fetched.error().message;
+    ASSERT_TRUE(client_->ReleaseLease(fetched->lease));
+    ASSERT_TRUE(client_->Remove(context.card.id()));
+    if (cycle != kBaseline) continue;
+    for (int i = 0; i < 2; ++i) {
+      descriptors[i] = DescriptorsOf(processes[i]).size();
+      resident[i] = ResidentBytesOf(processes[i]);
+    }
+  }
+  for (int i = 0; i < 2; ++i) {
+    SCOPED_TRACE(i == 0 ? "broker" : "producer and consumer");
+    EXPECT_TRUE(Eventually([&] { return DescriptorsOf(processes[i]).size() <= descriptors[i]; }))
+        << DescriptorsOf(processes[i]).size() << " descriptors, " << descriptors[i] << " after " << kBaseline;
+    EXPECT_LT(ResidentBytesOf(processes[i]), resident[i] + kSlack);
+  }
+}
+
 // Whatever could change the memory file behind `fd`, tried on `fd` itself and on descriptors opened anew from it.
 void ExpectNobodyCanWrite(int fd, const std::string& what) {
   SCOPED_TRACE(what);

@@ -4,9 +4,11 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 namespace qkv {
@@ -79,6 +81,38 @@ bool IsSealed(const Fd& fd) {
 Status Seal(const Fd& fd) {
   if (::fcntl(fd.get(), F_ADD_SEALS, kAllSeals) != 0) return ErrnoError("seal memory file");
   return {};
+}
+
+bool IsReadOnlyFileOf(const Fd& fd, uint32_t owner) {
+  struct stat info {};
+  return ::fstat(fd.get(), &info) == 0 && S_ISREG(info.st_mode) && (info.st_uid == owner || info.st_uid == 0) &&
+         (info.st_mode & 0222) == 0;
+}
+
+Result<std::vector<std::byte>> ReadWhole(const Fd& fd, size_t max_bytes) {
+  QKV_ASSIGN_OR_RETURN(const uint64_t size, fd.SizeBytes());
+  if (size > max_bytes) return Err(Code::kInvalidArgument, "{} bytes, expected at most {}", size, max_bytes);
+  std::vector<std::byte> bytes(size);
+  size_t done = 0;
+  while (done < bytes.size()) {
+    // pread, not a mapping: a page that cannot be had is an error here and a SIGBUS there.
+    const ssize_t n = ::pread(fd.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return ErrnoError("read");
+    if (n == 0) return Err(Code::kCorrupt, Reason::kChecksum, "ends after {} of {} bytes", done, size);
+    done += static_cast<size_t>(n);
+  }
+  return bytes;
+}
+
+size_t RaiseDescriptorLimit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return 256;  // POSIX promises less
+  if (limit.rlim_cur < limit.rlim_max) {
+    rlimit raised{limit.rlim_max, limit.rlim_max};
+    if (::setrlimit(RLIMIT_NOFILE, &raised) == 0) limit = raised;
+  }
+  return static_cast<size_t>(std::min<rlim_t>(limit.rlim_cur, rlim_t{1} << 30));
 }
 
 }  // namespace qkv

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "qkv/base/error.h"
 
@@ -85,5 +86,17 @@ Result<Fd> SealedMemfd(const std::string& name, std::span<const std::byte> bytes
 bool IsSealed(const Fd& fd);
 // Adds those seals; fails with EBUSY while a writable mapping exists.
 Status Seal(const Fd& fd);
+
+// Whether this is a file of a filesystem that belongs to `owner` (or root) and that nobody's permissions let write. The
+// kernel promises less for it than for a sealed one: its owner can still change or truncate it (docs/SECURITY.md).
+bool IsReadOnlyFileOf(const Fd& fd, uint32_t owner);
+
+// The whole of a file of at most `max_bytes`, into a buffer of ours. Errors: kInvalidArgument (longer),
+// kCorrupt/checksum (shorter than its size), kExhausted, kIo.
+Result<std::vector<std::byte>> ReadWhole(const Fd& fd, size_t max_bytes);
+
+// Lets this process open as many descriptors as the system allows it (the soft limit becomes the hard one). Returns the
+// limit that holds then. For a program's start; libraries don't.
+size_t RaiseDescriptorLimit();
 
 }  // namespace qkv

@@ -50,7 +50,7 @@ TEST(Admit, TakesWhatTheCardSays) {
   EXPECT_EQ(info.created_unix_ms, 1'700'000'000'000);
   EXPECT_EQ(admitted.card_bytes, SerializeCard(context.card));
   ASSERT_EQ(admitted.context.files.size(), 3);
-  EXPECT_EQ(admitted.context.files[0].bytes, context.card_bytes());
+  EXPECT_EQ(admitted.context.files[0].bytes, context.card_memory());
   EXPECT_EQ(Contents(*admitted.context.files[2].fd), std::vector<std::byte>(12288, std::byte{2}));
 }
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "qkv/base/fd.h"
+#include "qkv/segment/cipher.h"
 
 namespace qkv {
 
@@ -36,6 +37,9 @@ struct ContextInfo {
   uint32_t n_leases = 0;
   uint64_t n_attached = 0;       // so far
   std::vector<int64_t> holders;  // processes with leases; the first few of them
+  bool in_memory = false;  // else its segments are files in the broker's directory
+  bool stored = false;     // they are (as well) in the broker's directory
+  bool encrypted = false;
 };
 
 struct BrokerTotals {  // since the broker started
@@ -55,7 +59,9 @@ struct BrokerStatus {
   std::vector<ContextInfo> contexts;
   uint64_t used_bytes = 0;  // every segment and card once, however many contexts share it
   uint64_t budget_bytes = 0;
-  uint64_t generation = 0;  // random, new at every start of a broker
+  uint64_t generation = 0;          // random, new at every start of a broker
+  uint64_t stored_bytes = 0;        // of disk
+  uint64_t store_budget_bytes = 0;  // 0: no disk tier
   BrokerTotals totals;
 };
 
@@ -76,21 +82,33 @@ struct AttachedContext {
   std::string id;
   uint64_t lease = 0;
   Fd card;
-  std::vector<Fd> segments;  // in the card's order
+  std::vector<Fd> segments;              // in the card's order
+  bool on_disk = false;                  // segments may be read-only files of the broker, which are not sealed
+  std::shared_ptr<const SecretKey> key;  // of an encrypted context
 };
 
 struct PublishOptions {
-  std::chrono::milliseconds ttl{0};  // 0: until removed or evicted; the card's own expiry counts as well
-  bool pin = false;                  // never evicted to make room
+  std::chrono::milliseconds ttl{0};           // 0: until removed or evicted; the card's own expiry counts as well
+  bool pin = false;                           // never evicted to make room
+  std::shared_ptr<const SecretKey> key = {};  // card and segments are encrypted with it
+};
+
+struct ConnectOptions {
+  std::chrono::milliseconds deadline = std::chrono::seconds(5);  // of connecting and of every later call, each
+  std::string token;                                             // where the broker has tenants
+  std::vector<uint32_t> broker_uids;                             // users whose broker is as good as our own
 };
 
 class BrokerClient {
  public:
-  // `deadline` is for this and for every later call, each. Errors: kPeerLost (nobody listens there), kDenied (it is not
-  // our user's, nor root's, or we are not its), kTimeout, kExhausted/pool_full (too many clients),
-  // kIncompatible/version, kInvalidArgument (no socket can have that path).
+  // Errors: kPeerLost (nobody listens there), kDenied (it is not our user's, nor root's, or we are not its; the token is
+  // no tenant's), kTimeout, kExhausted/pool_full (too many clients), kIncompatible/version, kInvalidArgument (no socket
+  // can have that path; a token for a broker without tenants).
+  static Result<std::unique_ptr<BrokerClient>> Connect(const std::string& socket_path, ConnectOptions options = {});
   static Result<std::unique_ptr<BrokerClient>> Connect(const std::string& socket_path,
-                                                       std::chrono::milliseconds deadline = std::chrono::seconds(5));
+                                                       std::chrono::milliseconds deadline) {
+    return Connect(socket_path, ConnectOptions{.deadline = deadline});
+  }
   ~BrokerClient();
   BrokerClient(const BrokerClient&) = delete;
   BrokerClient& operator=(const BrokerClient&) = delete;
@@ -116,6 +134,16 @@ class BrokerClient {
 
   // True once the broker has hung up or the connection was given up; calls then fail with kPeerLost.
   bool lost() const;
+
+  // A new connection in place of the old one, with the same path, token and deadline. What was attached stays usable;
+  // leases are gone, and none of their numbers means anything any more. If generation() is another one afterwards, it is
+  // a new broker that knows nothing: announce again what you still hold. Errors: as Connect; the client is lost then.
+  Status Reconnect();
+  uint64_t generation() const;  // of the broker connected to last
+  uint32_t broker_uid() const;  // whose process it is
+
+  // A descriptor to poll: readable means hung up, as long as no call is going on. -1 when lost.
+  int poll_fd() const;
 
  private:
   struct Impl;

@@ -11,13 +11,19 @@
 
 #include "qkv/base/error.h"
 #include "qkv/broker/registry.h"
+#include "qkv/broker/store.h"
 
 namespace qkv {
 
 std::string_view EventName(Event::Kind kind);  // "created", …
 
-std::string EventLine(const Event& event, int64_t unix_ms, int64_t pid);
-std::string HandoffLine(const TurnReport& report, int64_t unix_ms, int64_t pid);
-std::string RefusalLine(std::string_view request, const Error& error, int64_t unix_ms, int64_t pid);
+// `tenant` is left out where it is empty.
+std::string EventLine(const Event& event, int64_t unix_ms, int64_t pid, std::string_view tenant = {});
+std::string HandoffLine(const TurnReport& report, int64_t unix_ms, int64_t pid, std::string_view tenant = {});
+std::string RefusalLine(std::string_view request, const Error& error, int64_t unix_ms, int64_t pid,
+                        std::string_view tenant = {});
+std::string StoreLine(const ContextStore::Outcome& outcome, int64_t unix_ms, std::string_view tenant = {});
+// So many lines could not be written, because nobody read those before.
+std::string DroppedLine(uint64_t n_lines, int64_t unix_ms);
 
 }  // namespace qkv

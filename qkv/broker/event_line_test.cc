@@ -24,6 +24,18 @@ TEST(EventLine, HasTheFieldsOfTheProtocol) {
   EXPECT_EQ(RefusalLine("publish", {Code::kExhausted, "too much", Reason::kPoolFull}, 1700, 42),
             R"({"unix_ms":1700,"event":"refused","request":"publish","code":"exhausted","reason":"pool_full",)"
             R"("message":"too much","pid":42})");
+  EXPECT_EQ(
+      EventLine({Event::Kind::kEvicted, "0af", "", 4096, "budget"}, 1700, 42, "ann"),
+      R"({"unix_ms":1700,"event":"evicted","id":"0af","name":"","bytes":4096,"reason":"budget","tenant":"ann","pid":42})");
+  EXPECT_EQ(EventLine({Event::Kind::kAlarm, "", "", 950, "", 95}, 1700, 42),
+            R"({"unix_ms":1700,"event":"alarm","percent":95,"bytes":950,"pid":42})");
+  using Kind = ContextStore::Outcome::Kind;
+  EXPECT_EQ(StoreLine({Kind::kStored, "0af", "summary", 4096, {}}, 1700),
+            R"({"unix_ms":1700,"event":"stored","id":"0af","name":"summary","bytes":4096,"pid":0})");
+  EXPECT_EQ(StoreLine({Kind::kFailed, "0af", "", 1, {Code::kExhausted, "no", Reason::kPoolFull}}, 1700, "ann"),
+            R"({"unix_ms":1700,"event":"store_failed","id":"0af","name":"","bytes":1,"code":"exhausted",)"
+            R"("reason":"pool_full","message":"no","tenant":"ann","pid":0})");
+  EXPECT_EQ(DroppedLine(7, 1700), R"({"unix_ms":1700,"event":"dropped","lines":7})");
 }
 
 TEST(EventLine, TellsHowATurnWent) {
@@ -45,7 +57,8 @@ TEST(EventLine, NamesEveryKind) {
   const std::pair<Kind, std::string> kinds[] = {{Kind::kCreated, "created"},   {Kind::kPublished, "published"},
                                                 {Kind::kAttached, "attached"}, {Kind::kReleased, "released"},
                                                 {Kind::kRemoved, "removed"},   {Kind::kExpired, "expired"},
-                                                {Kind::kEvicted, "evicted"}};
+                                                {Kind::kEvicted, "evicted"},   {Kind::kRestored, "restored"},
+                                                {Kind::kAlarm, "alarm"},       {Kind::kAlarmEnded, "alarm_ended"}};
   for (const auto& [kind, name] : kinds) {
     EXPECT_NE(EventLine({kind, "", "", 0}, 0, 0).find(fmt::format(R"("event":"{}")", name)), std::string::npos) << name;
   }

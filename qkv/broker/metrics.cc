@@ -25,7 +25,7 @@ using ::prometheus::Gauge;
 using ::prometheus::Histogram;
 
 constexpr size_t kReasons = static_cast<size_t>(Reason::kVersion) + 1;
-constexpr size_t kEvents = static_cast<size_t>(Event::Kind::kEvicted) + 1;
+constexpr size_t kEvents = static_cast<size_t>(Event::Kind::kAlarmEnded) + 1;
 constexpr std::array<const char*, 5> kModes = {"none", "attach", "copy", "splice", "text"};
 const Histogram::BucketBoundaries kHandoffSeconds = {1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025,
                                                      0.05, 0.1,    0.25, 0.5,  1,      2.5,  5,    10};

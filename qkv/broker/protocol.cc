@@ -7,6 +7,7 @@
 
 #include "qkv/broker/socket.h"
 #include "qkv/card/card.h"
+#include "qkv/segment/cipher.h"
 
 namespace qkv {
 namespace {
@@ -36,6 +37,9 @@ Status CheckPublish(const BrokerRequest::Publish& publish) {
   }
   if (publish.ttl_ms() < 0 || publish.ttl_ms() > kMaxTtlMs) {
     return Err(Code::kInvalidArgument, "publish: ttl of {} ms, expected 0 to {}", publish.ttl_ms(), kMaxTtlMs);
+  }
+  if (!publish.key().empty() && publish.key().size() != kSecretKeyBytes) {
+    return Err(Code::kInvalidArgument, "publish: key of {} bytes, expected {}", publish.key().size(), kSecretKeyBytes);
   }
   return {};
 }
@@ -76,6 +80,10 @@ Result<BrokerRequest> DecodeRequest(std::string_view bytes, size_t n_descriptors
       if (request.hello().protocol() != kProtocolVersion) {
         return Err(Code::kIncompatible, Reason::kVersion, "client speaks protocol {}, expected {}",
                    request.hello().protocol(), kProtocolVersion);
+      }
+      if (request.hello().token().size() > kMaxTokenBytes) {
+        return Err(Code::kInvalidArgument, "token of {} bytes, expected at most {}", request.hello().token().size(),
+                   kMaxTokenBytes);
       }
       break;
     case BrokerRequest::kPublish:
@@ -139,6 +147,9 @@ void ToWire(const ContextInfo& info, BrokerReply::Context* context) {
   for (size_t i = 0; i < std::min<size_t>(info.holders.size(), kMaxListedHolders); ++i) {
     context->add_holders(info.holders[i]);
   }
+  context->set_in_memory(info.in_memory);
+  context->set_stored(info.stored);
+  context->set_encrypted(info.encrypted);
 }
 
 ContextInfo FromWire(const BrokerReply::Context& context) {
@@ -156,6 +167,9 @@ ContextInfo FromWire(const BrokerReply::Context& context) {
   info.n_leases = context.n_leases();
   info.n_attached = context.n_attached();
   info.holders.assign(context.holders().begin(), context.holders().end());
+  info.in_memory = context.in_memory();
+  info.stored = context.stored();
+  info.encrypted = context.encrypted();
   return info;
 }
 

@@ -19,9 +19,10 @@ namespace qkv {
 using BrokerRequest = ::qkvshare::v1::BrokerRequest;
 using BrokerReply = ::qkvshare::v1::BrokerReply;
 
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 inline constexpr uint32_t kMaxDescriptorsPerContext = 1 + 4096;  // the card and as many segments as a card may have
 inline constexpr int kMaxListedHolders = 16;
+inline constexpr size_t kMaxTokenBytes = 256;
 inline constexpr int64_t kMaxTtlMs = int64_t{10} * 366 * 24 * 3600 * 1000;  // ten years
 
 // A request whose numbers are within their limits, whose ids and names are well-formed, and beside which as many

@@ -10,14 +10,18 @@ namespace {
 
 constexpr size_t kRememberedExpired = 256;
 
-// Distinct files and their bytes.
+uint64_t MemoryOf(const StoredFile& file) {
+  return file.on_disk ? 0 : file.bytes;
+}
+
+// Distinct files and the memory they take.
 struct Footprint {
   std::map<FileKey, uint64_t> files;
   uint64_t bytes = 0;
 
   void Add(std::span<const StoredFile> more) {
     for (const StoredFile& file : more) {
-      if (files.emplace(file.key, file.bytes).second) bytes += file.bytes;
+      if (files.emplace(file.key, MemoryOf(file)).second) bytes += MemoryOf(file);
     }
   }
 };
@@ -47,9 +51,10 @@ Status Registry::Publish(NewContext incoming, int64_t now_unix_ms) {
   if (is_new) {
     QKV_RETURN_IF_ERROR(MakeRoomFor(incoming));
     for (StoredFile& file : incoming.files) {
-      auto [counted, added] = files_.try_emplace(file.key, CountedFile{file.bytes, 0, file.fd});
-      if (added) used_bytes_ += file.bytes;
+      auto [counted, added] = files_.try_emplace(file.key, CountedFile{MemoryOf(file), 0, file.fd, file.on_disk});
+      if (added) used_bytes_ += MemoryOf(file);
       file.fd = counted->second.fd;
+      file.on_disk = counted->second.on_disk;
       ++counted->second.n_uses;
     }
     Context context;
@@ -57,7 +62,9 @@ Status Registry::Publish(NewContext incoming, int64_t now_unix_ms) {
     context.info.name.clear();
     context.info.n_leases = 0;
     context.info.n_attached = 0;
+    context.info.in_memory = std::ranges::none_of(incoming.files, &StoredFile::on_disk);
     context.files = std::move(incoming.files);
+    context.key = std::move(incoming.key);
     it = contexts_.emplace(info.id, std::move(context)).first;
   }
   Context& context = it->second;
@@ -65,17 +72,41 @@ Status Registry::Publish(NewContext incoming, int64_t now_unix_ms) {
   context.info.pinned = info.pinned;
   context.last_use = ++uses_;
   TakeName(context, std::move(info.name));
-  if (is_new) Note(Event::Kind::kCreated, context.info);
-  Note(Event::Kind::kPublished, context.info);
+  if (incoming.restored) {
+    Note(Event::Kind::kRestored, context.info);
+  } else {
+    if (is_new) Note(Event::Kind::kCreated, context.info);
+    Note(Event::Kind::kPublished, context.info);
+  }
+  NoteUsage();
   return {};
 }
 
+void Registry::NoteUsage() {
+  const auto at_least = [&](int percent) {
+    return static_cast<__int128>(used_bytes_) * 100 >= static_cast<__int128>(limits_.budget_bytes) * percent;
+  };
+  for (const int percent : kAlarmPercents) {
+    if (percent <= alarm_percent_ || !at_least(percent)) continue;
+    alarm_percent_ = percent;
+    events_.push_back({Event::Kind::kAlarm, {}, {}, used_bytes_, {}, percent});
+  }
+  while (alarm_percent_ > 0 && !at_least(alarm_percent_ - kAlarmSlackPercent)) {
+    events_.push_back({Event::Kind::kAlarmEnded, {}, {}, used_bytes_, {}, alarm_percent_});
+    int below = 0;
+    for (const int percent : kAlarmPercents) {
+      if (percent < alarm_percent_) below = percent;
+    }
+    alarm_percent_ = below;
+  }
+}
+
 Status Registry::MakeRoomFor(const NewContext& incoming) {
-  const auto evictable = [](const Context& c) { return !c.info.pinned && c.info.n_leases == 0; };
+  const auto evictable = [](const Context& c) { return !c.info.pinned && c.info.n_leases == 0 && !c.held; };
   Footprint wanted;
   wanted.Add(incoming.files);
 
-  const auto fits = [&] {
+  const auto lacking = [&]() -> std::string_view {
     uint64_t bytes = used_bytes_;
     size_t n = files_.size();
     for (const auto& [key, file_bytes] : wanted.files) {
@@ -83,9 +114,9 @@ Status Registry::MakeRoomFor(const NewContext& incoming) {
       bytes += file_bytes;
       ++n;
     }
-    return bytes <= limits_.budget_bytes && n <= limits_.max_files;
+    return bytes > limits_.budget_bytes ? "budget" : n > limits_.max_files ? "descriptors" : "";
   };
-  if (fits()) return {};
+  if (lacking().empty()) return {};
 
   Footprint least = wanted;  // with everything evicted that can be
   for (const auto& [id, context] : contexts_) {
@@ -103,14 +134,14 @@ Status Registry::MakeRoomFor(const NewContext& incoming) {
                "expected at most {}",
                incoming.info.id, wanted.files.size(), least.files.size(), limits_.max_files);
   }
-  while (!fits()) {
+  for (std::string_view what = lacking(); !what.empty(); what = lacking()) {
     auto victim = contexts_.end();
     for (auto it = contexts_.begin(); it != contexts_.end(); ++it) {
       if (!evictable(it->second)) continue;
       if (victim == contexts_.end() || it->second.last_use < victim->second.last_use) victim = it;
     }
     QKV_CHECK(victim != contexts_.end());
-    Drop(victim, Event::Kind::kEvicted);
+    Drop(victim, Event::Kind::kEvicted, what);
   }
   return {};
 }
@@ -124,9 +155,9 @@ void Registry::TakeName(Context& context, std::string name) {
   context.info.name = std::move(name);
 }
 
-void Registry::Drop(Contexts::iterator it, Event::Kind why) {
+void Registry::Drop(Contexts::iterator it, Event::Kind why, std::string_view reason) {
   Context& context = it->second;
-  Note(why, context.info);
+  Note(why, context.info, reason);
   if (context.info.n_leases > 0) {
     for (auto& [client, leases] : leases_) {
       for (auto& [lease, id] : leases) {
@@ -144,10 +175,25 @@ void Registry::Drop(Contexts::iterator it, Event::Kind why) {
   contexts_.erase(it);
 }
 
-Registry::Contexts::iterator Registry::Find(std::string_view id_or_name) {
-  if (auto it = contexts_.find(id_or_name); it != contexts_.end()) return it;
+void Registry::Hold(std::string_view id, bool held) {
+  if (const auto it = contexts_.find(id); it != contexts_.end()) it->second.held = held;
+}
+
+void Registry::ForgetFromDisk(std::string_view id) {
+  const auto it = contexts_.find(id);
+  if (it == contexts_.end()) return;
+  if (std::ranges::any_of(it->second.files, &StoredFile::on_disk)) Drop(it, Event::Kind::kEvicted, "disk");
+  NoteUsage();
+}
+
+std::string Registry::IdOf(std::string_view id_or_name) const {
+  if (contexts_.contains(id_or_name)) return std::string(id_or_name);
   const auto named = names_.find(id_or_name);
-  return named == names_.end() ? contexts_.end() : contexts_.find(named->second);
+  return named == names_.end() ? std::string() : named->second;
+}
+
+Registry::Contexts::iterator Registry::Find(std::string_view id_or_name) {
+  return contexts_.find(IdOf(id_or_name));
 }
 
 Result<Registry::Grant> Registry::Attach(ClientId client, std::string_view id_or_name, int64_t now_unix_ms) {
@@ -186,12 +232,12 @@ Result<std::span<const StoredFile>> Registry::FilesOf(ClientId client, uint64_t 
   return std::span<const StoredFile>(context->second.files);
 }
 
-void Registry::EndLease(std::string_view context_id) {
+void Registry::EndLease(std::string_view context_id, std::string_view reason) {
   const auto it = contexts_.find(context_id);
   if (it == contexts_.end()) return;
   --it->second.info.n_leases;
   it->second.last_use = ++uses_;
-  Note(Event::Kind::kReleased, it->second.info);
+  Note(Event::Kind::kReleased, it->second.info, reason);
 }
 
 Status Registry::Release(ClientId client, uint64_t lease) {
@@ -199,7 +245,7 @@ Status Registry::Release(ClientId client, uint64_t lease) {
   if (leases == leases_.end()) return NoSuchLease(lease);
   const auto it = leases->second.find(lease);
   if (it == leases->second.end()) return NoSuchLease(lease);
-  EndLease(it->second);
+  EndLease(it->second, "request");
   leases->second.erase(it);
   return {};
 }
@@ -207,7 +253,7 @@ Status Registry::Release(ClientId client, uint64_t lease) {
 void Registry::ReleaseAllOf(ClientId client) {
   const auto leases = leases_.find(client);
   if (leases == leases_.end()) return;
-  for (const auto& [lease, id] : leases->second) EndLease(id);
+  for (const auto& [lease, id] : leases->second) EndLease(id, "hang_up");
   leases_.erase(leases);
 }
 
@@ -215,6 +261,7 @@ Status Registry::Remove(std::string_view id_or_name) {
   const auto it = Find(id_or_name);
   if (it == contexts_.end()) return NoSuchContext(id_or_name);
   Drop(it, Event::Kind::kRemoved);
+  NoteUsage();
   return {};
 }
 
@@ -229,6 +276,7 @@ void Registry::Expire(int64_t now_unix_ms) {
     }
     it = next;
   }
+  NoteUsage();
 }
 
 int64_t Registry::NextExpiryUnixMs() const {
@@ -240,9 +288,19 @@ int64_t Registry::NextExpiryUnixMs() const {
   return next;
 }
 
-const StoredFile* Registry::CardOf(std::string_view id) const {
+std::span<const StoredFile> Registry::FilesOf(std::string_view id) const {
   const auto it = contexts_.find(id);
-  return it == contexts_.end() ? nullptr : &it->second.files.front();
+  return it == contexts_.end() ? std::span<const StoredFile>() : std::span<const StoredFile>(it->second.files);
+}
+
+const ContextInfo* Registry::InfoOf(std::string_view id) const {
+  const auto it = contexts_.find(id);
+  return it == contexts_.end() ? nullptr : &it->second.info;
+}
+
+std::shared_ptr<const SecretKey> Registry::KeyOf(std::string_view id) const {
+  const auto it = contexts_.find(id);
+  return it == contexts_.end() ? nullptr : it->second.key;
 }
 
 }  // namespace qkv

@@ -41,7 +41,8 @@ NewContext Context(const std::string& id, const std::vector<StoredFile>& segment
 }
 
 std::string NameOf(Event::Kind kind) {
-  const char* names[] = {"created", "published", "attached", "released", "removed", "expired", "evicted"};
+  const char* names[] = {"created", "published", "restored", "attached", "released",
+                         "removed", "expired",   "evicted",  "alarm",    "alarm_ended"};
   return names[static_cast<size_t>(kind)];
 }
 
@@ -69,8 +70,9 @@ class RegistryTest : public ::testing::Test {
 
   static std::vector<std::string> EventsOf(Registry& registry) {
     std::vector<std::string> lines;
-    for (const Event& event : registry.TakeEvents())
-      lines.push_back(fmt::format("{} {}", NameOf(event.kind), event.id));
+    for (const Event& event : registry.TakeEvents()) {
+      if (event.percent == 0) lines.push_back(fmt::format("{} {}", NameOf(event.kind), event.id));
+    }
     return lines;
   }
 };
@@ -397,7 +399,7 @@ TEST_F(RegistryTest, NeverExceedsItsLimitsAndNeverLosesCount) {
         context.info.pinned = below(4) == 0;
         context.info.expires_unix_ms = below(3) == 0 ? now + 1 + below(20) : 0;
         const auto files = context.files;
-        const bool known = registry.CardOf(id) != nullptr;
+        const bool known = !registry.FilesOf(id).empty();
         const auto outcome = Outcome(registry.Publish(std::move(context), now));
         if (outcome == "ok" && !known) published[id] = files;
         if (outcome != "ok") {
@@ -454,6 +456,101 @@ TEST_F(RegistryTest, NeverExceedsItsLimitsAndNeverLosesCount) {
   }
   EXPECT_GT(n_full, 100);
   EXPECT_GT(n_evicted, 100);
+}
+
+TEST_F(RegistryTest, FilesOnDiskTakeNoBudgetButDescriptors) {
+  Registry registry({.budget_bytes = 2 * kCardBytes, .max_files = 4});
+  StoredFile file = File(1, 1'000'000);
+  file.on_disk = true;
+  ASSERT_EQ(Outcome(registry.Publish(Context("a", {file}), kNow)), "ok");
+  EXPECT_EQ(registry.used_bytes(), kCardBytes);
+  EXPECT_EQ(registry.n_files(), 2u);
+  EXPECT_FALSE(Info(registry, "a").in_memory);
+  StoredFile another = File(2, 1'000'000);
+  another.on_disk = true;
+  ASSERT_EQ(Outcome(registry.Publish(Context("b", {another}), kNow)), "ok");
+  another.key.inode = 3;
+  (void)registry.TakeEvents();
+  ASSERT_EQ(Outcome(registry.Publish(Context("c", {another}), kNow)), "ok");
+  EXPECT_THAT(Ids(registry), ElementsAre("b", "c"));
+}
+
+TEST_F(RegistryTest, SaysWhyItEvictedAndReleased) {
+  Registry registry({.budget_bytes = 200, .max_files = 4});
+  const auto reasons = [&] {
+    std::vector<std::string> lines;
+    for (const Event& event : registry.TakeEvents()) {
+      if (!event.reason.empty()) lines.push_back(fmt::format("{} {} {}", NameOf(event.kind), event.id, event.reason));
+    }
+    return lines;
+  };
+  ASSERT_TRUE(registry.Publish(Context("a", {File(1, 100)}), kNow));
+  ASSERT_TRUE(registry.Publish(Context("b", {File(2, 100)}), kNow));
+  EXPECT_THAT(reasons(), ElementsAre("evicted a budget"));
+  ASSERT_TRUE(registry.Publish(Context("c", {File(3, 1), File(4, 1)}), kNow));
+  EXPECT_THAT(reasons(), ElementsAre("evicted b descriptors"));
+  const auto one = registry.Attach(kAnn, "c", kNow);
+  ASSERT_TRUE(registry.Attach(kAnn, "c", kNow));
+  ASSERT_TRUE(registry.Release(kAnn, one->lease));
+  registry.ReleaseAllOf(kAnn);
+  EXPECT_THAT(reasons(), ElementsAre("released c request", "released c hang_up"));
+}
+
+TEST_F(RegistryTest, RaisesAlarmsOnceUntilUsageIsWellBelow) {
+  Registry registry = WithBudget(1000);
+  const auto alarms = [&] {
+    std::vector<std::string> lines;
+    for (const Event& event : registry.TakeEvents()) {
+      if (event.percent != 0) lines.push_back(fmt::format("{} {} {}", NameOf(event.kind), event.percent, event.bytes));
+    }
+    return lines;
+  };
+  const auto publish = [&](const char* id, uint64_t bytes) {  // with its card
+    ASSERT_TRUE(registry.Publish(Context(id, {File(id[0], bytes - kCardBytes)}), kNow));
+  };
+  publish("a", 799);
+  EXPECT_THAT(alarms(), IsEmpty());
+  publish("b", 20);
+  EXPECT_THAT(alarms(), ElementsAre("alarm 80 819"));
+  ASSERT_TRUE(registry.Remove("b"));
+  publish("c", 20);
+  EXPECT_THAT(alarms(), IsEmpty()) << "799 is not well below 800";
+  publish("d", 140);
+  EXPECT_THAT(alarms(), ElementsAre("alarm 95 959"));
+  ASSERT_TRUE(registry.Remove("a"));
+  EXPECT_THAT(alarms(), ElementsAre("alarm_ended 95 160", "alarm_ended 80 160"));
+  publish("e", 800);
+  EXPECT_THAT(alarms(), ElementsAre("alarm 80 960", "alarm 95 960"));
+}
+
+TEST_F(RegistryTest, AHeldContextIsNotEvicted) {
+  Registry registry = WithBudget(2 * (100 + kCardBytes));
+  ASSERT_TRUE(registry.Publish(Context("a", {File('a', 100)}), kNow));
+  ASSERT_TRUE(registry.Publish(Context("b", {File('b', 100)}), kNow));
+  registry.Hold("a", true);
+  ASSERT_TRUE(registry.Publish(Context("c", {File('c', 100)}), kNow));
+  EXPECT_THAT(Ids(registry), ElementsAre("a", "c"));
+  registry.Hold("a", false);
+  ASSERT_TRUE(registry.Publish(Context("d", {File('d', 100)}), kNow));
+  EXPECT_THAT(Ids(registry), ElementsAre("c", "d"));
+  registry.Hold("a", true);  // gone: nothing to hold
+}
+
+TEST_F(RegistryTest, ForgetsFromDiskOnlyWhatIsThere) {
+  Registry registry = WithBudget(1000);
+  StoredFile on_disk = File(1, 100);
+  on_disk.on_disk = true;
+  ASSERT_TRUE(registry.Publish(Context("a", {on_disk}), kNow));
+  ASSERT_TRUE(registry.Publish(Context("b", {File(2, 100)}), kNow));
+  for (const char* id : {"a", "b", "c"}) registry.ForgetFromDisk(id);
+  EXPECT_THAT(Ids(registry), ElementsAre("b"));
+}
+
+TEST_F(RegistryTest, LeasesStartWhereTheyAreToldTo) {
+  Registry registry({.budget_bytes = 1000, .first_lease = 77});
+  ASSERT_TRUE(registry.Publish(Context("a", {}), kNow));
+  EXPECT_EQ(registry.Attach(kAnn, "a", kNow)->lease, 77u);
+  EXPECT_EQ(registry.Attach(kAnn, "a", kNow)->lease, 78u);
 }
 
 }  // namespace

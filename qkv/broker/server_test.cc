@@ -173,7 +173,7 @@ TEST_F(BrokerTest, ListsWhatItHolds) {
   EXPECT_EQ(info.expires_unix_ms, 0);
   EXPECT_TRUE(info.pinned);
   EXPECT_EQ(info.n_leases, 0);
-  EXPECT_EQ(status.used_bytes, 3 * 8192 + a.card_bytes() + b.card_bytes());
+  EXPECT_EQ(status.used_bytes, 3 * 8192 + a.card_memory() + b.card_memory());
   EXPECT_EQ(status.budget_bytes, uint64_t{1} << 30);
 }
 
@@ -292,12 +292,12 @@ TEST_F(BrokerTest, SharedSegmentsAreCountedOnce) {
   const auto client = Connect();
   ASSERT_TRUE(parent.PublishTo(*client));
   ASSERT_TRUE(fork.PublishTo(*client));
-  EXPECT_EQ(Take(client->List()).used_bytes, 8192 + 12288 + parent.card_bytes() + fork.card_bytes());
+  EXPECT_EQ(Take(client->List()).used_bytes, 8192 + 12288 + parent.card_memory() + fork.card_memory());
 }
 
 TEST_F(BrokerTest, EvictsToMakeRoomAndSaysWhenItCannot) {
   const TestContext a("a", {20'000}), b("b", {20'000}), c("c", {20'000});
-  Start(2 * 20'000 + 3'000);
+  Start(2 * (20'480 + 4'096) + 1);  // whole pages of 4096
   const auto client = Connect();
   ASSERT_TRUE(a.PublishTo(*client));
   ASSERT_TRUE(b.PublishTo(*client, {.pin = true}));
@@ -709,7 +709,7 @@ class StrangeBroker {
           if (::poll(&entry, 1, 20'000) <= 0) return;
           Fd client(::accept4(listener_.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
           BrokerReply done;
-          done.mutable_done();
+          done.mutable_welcome();
           if (!ReceiveMessage(client, Soon()) || !SendMessage(client, done.SerializeAsString(), {}, Soon())) return;
           if (!ReceiveMessage(client, Soon())) return;
           second(client);
@@ -798,7 +798,7 @@ TEST_F(BrokerTest, AnotherUserCanNeitherReachTheSocketNorGetAnAnswer) {
 
 TEST_F(BrokerTest, AClientDoesNotTrustABrokerOfAnotherUser) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
-  ASSERT_EQ(::chmod(folder_.path().c_str(), 0777), 0);
+  ASSERT_EQ(::chmod(folder_.path().c_str(), 01777), 0);
   int ready[2], done[2];
   ASSERT_EQ(::pipe2(ready, O_CLOEXEC), 0);
   ASSERT_EQ(::pipe2(done, O_CLOEXEC), 0);

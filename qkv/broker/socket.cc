@@ -73,14 +73,27 @@ Result<bool> SomebodyListens(const Address& address) {
   return ErrnoError(fmt::format("look who listens at '{}'", address.un.sun_path));
 }
 
-Status MakeDirectoryOf(const std::string& path) {
-  const std::string directory = std::filesystem::path(path).parent_path().string();
-  if (directory.empty() || ::mkdir(directory.c_str(), 0700) == 0 || errno == EEXIST) return {};
+Status MakeDirectoryOf(const std::string& path, mode_t mode) {
+  std::string directory = std::filesystem::path(path).parent_path().string();
+  if (directory.empty()) directory = ".";
+  const bool made = ::mkdir(directory.c_str(), mode) == 0;
   const int saved = errno;
   struct stat info {};
-  if (::stat(directory.c_str(), &info) == 0) return {};  // e.g. EROFS or EACCES above a directory that is there
-  errno = saved;
-  return ErrnoError(fmt::format("make directory '{}' for the broker's socket", directory));
+  if (::stat(directory.c_str(), &info) != 0) {  // it may be there, above EROFS or EACCES
+    errno = saved;
+    return ErrnoError(fmt::format("make directory '{}' for the broker's socket", directory));
+  }
+  const bool ours = info.st_uid == ::geteuid() || info.st_uid == 0;
+  const bool others_can_replace = (info.st_mode & 0022) != 0 && (info.st_mode & S_ISVTX) == 0;
+  if (S_ISDIR(info.st_mode) && (!ours || others_can_replace)) {
+    return Err(Code::kDenied, Reason::kDenied,
+               "directory '{}' of the broker's socket belongs to user {} with mode {:04o}: others could put their own "
+               "socket there",
+               directory, info.st_uid, info.st_mode & 07777);
+  }
+  // The umask may have taken something away.
+  if (made && ::chmod(directory.c_str(), mode) != 0) return ErrnoError(fmt::format("set mode of '{}'", directory));
+  return {};
 }
 
 Status RemoveStaleSocket(const std::string& path, const Address& address) {
@@ -208,9 +221,9 @@ Result<Fd> ConnectSocket(const std::string& path, Deadline deadline) {
   return socket;
 }
 
-Result<Listener> ListenAt(const std::string& path) {
+Result<Listener> ListenAt(const std::string& path, bool for_others) {
   QKV_ASSIGN_OR_RETURN(const Address address, AddressOf(path));
-  QKV_RETURN_IF_ERROR(MakeDirectoryOf(path));
+  QKV_RETURN_IF_ERROR(MakeDirectoryOf(path, for_others ? 0711 : 0700));
   Listener listener;
   const std::string lock_path = path + ".lock";
   listener.lock = Fd(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
@@ -226,7 +239,7 @@ Result<Listener> ListenAt(const std::string& path) {
   if (::bind(listener.socket.get(), address.get(), address.bytes) != 0) {
     return ErrnoError(fmt::format("bind the broker's socket '{}'", path));
   }
-  if (::chmod(path.c_str(), 0600) != 0 || ::listen(listener.socket.get(), kBacklog) != 0) {
+  if (::chmod(path.c_str(), for_others ? 0666 : 0600) != 0 || ::listen(listener.socket.get(), kBacklog) != 0) {
     auto error = ErrnoError(fmt::format("listen at '{}'", path));
     ::unlink(path.c_str());
     return error;
@@ -243,8 +256,8 @@ Result<Peer> PeerOf(const Fd& socket) {
   return Peer{credentials.pid, credentials.uid};
 }
 
-bool IsTrusted(const Peer& peer) {
-  return peer.uid == ::geteuid() || peer.uid == 0;
+bool IsTrusted(const Peer& peer, std::span<const uid_t> others) {
+  return peer.uid == ::geteuid() || peer.uid == 0 || std::ranges::find(others, peer.uid) != others.end();
 }
 
 }  // namespace qkv

@@ -52,13 +52,14 @@ struct Listener {
 };
 
 // Makes the directory (mode 0700, one level) if it is missing, replaces a socket that nobody listens on, makes the
-// socket with mode 0600. Two brokers that start at once on one path cannot both succeed, and neither can take the
+// socket with mode 0600; with `for_others`, 0711 and 0666, because who may connect is then decided user by user. A
+// directory in which somebody else could put another socket in this one's place is refused. Two brokers that start at once on one path cannot both succeed, and neither can take the
 // other's socket: whoever holds the flock on "<path>.lock" owns the path. Looking whether somebody answers and then
 // unlinking would leave a gap in which a second broker removes the first one's fresh socket. The kernel drops the lock
 // when its holder dies. The lock file stays behind on purpose: removing it would let two brokers lock two different
 // files of that name.
 // Errors: kInvalidArgument (in use, not a socket, path too long), kDenied, kNotFound, kIo.
-Result<Listener> ListenAt(const std::string& path);
+Result<Listener> ListenAt(const std::string& path, bool for_others = false);
 
 struct Peer {
   pid_t pid = 0;
@@ -67,7 +68,7 @@ struct Peer {
 // Of the process that connected (for an accepted socket) or that listens (for a connected one), as the kernel saw it.
 Result<Peer> PeerOf(const Fd& socket);
 
-// Whether we deal with that user at all: our own, or root.
-bool IsTrusted(const Peer& peer);
+// Whether we deal with that user at all: our own, root, or one of these.
+bool IsTrusted(const Peer& peer, std::span<const uid_t> others = {});
 
 }  // namespace qkv

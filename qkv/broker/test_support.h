@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -53,6 +54,14 @@ inline bool Eventually(const std::function<bool()>& condition) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return condition();
+}
+
+// Names of the files in a folder, sorted.
+inline std::vector<std::string> FilesIn(const std::string& path) {
+  std::vector<std::string> names;
+  for (const auto& file : std::filesystem::directory_iterator(path)) names.push_back(file.path().filename());
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 inline size_t OpenDescriptors() {
@@ -151,7 +160,7 @@ struct TestContext {
 
   void SealCard() { card_fd = Take(SealedMemfd("qkv-card", SerializeCard(card))); }
   const std::string& id() const { return card.id(); }
-  uint64_t card_bytes() const { return Take(card_fd.SizeBytes()); }
+  uint64_t card_memory() const { return (Take(card_fd.SizeBytes()) + 4095) / 4096 * 4096; }
 
   std::vector<const Fd*> SegmentPointers() const {
     std::vector<const Fd*> pointers;

@@ -270,13 +270,21 @@ Status CheckCard(const CacheCard& card) {
   QKV_RETURN_IF_ERROR(CheckWord("format.byte_order", card.format().byte_order()));
   QKV_RETURN_IF_ERROR(CheckText("format.cpu_features", card.format().cpu_features()));
   QKV_RETURN_IF_ERROR(CheckWord("format.kv", card.format().kv()));
+  QKV_RETURN_IF_ERROR(CheckWord("format.cipher", card.format().cipher()));
+  const bool encrypted = !card.format().cipher().empty();
+  if (encrypted && (card.token_ids_size() > 0 || card.spans_size() > 0 || card.segments_size() < 2)) {
+    return Corrupt("encrypted, with {} token ids, {} spans and {} segments, expected none, none and at least 2",
+                   card.token_ids_size(), card.spans_size(), card.segments_size());
+  }
   QKV_RETURN_IF_ERROR(CheckText("turn.sampler", card.turn().sampler()));
 
   for (int i = 0; i < card.segments_size(); ++i) {
     const auto& segment = card.segments(i);
     QKV_RETURN_IF_ERROR(CheckDigest(fmt::format("digest of segment {}", i), segment.digest()));
+    // Encrypted, it is one piece of any size.
+    const uint64_t least = encrypted ? 1 : sizeof(SegmentHeader) + segment.n_pages() * uint64_t{kPageAlignment};
     if (segment.n_pages() < 1 || segment.n_pages() > kMaxPagesPerSegment || segment.bytes() > kMaxSegmentBytes ||
-        segment.bytes() < sizeof(SegmentHeader) + segment.n_pages() * uint64_t{kPageAlignment}) {
+        segment.bytes() < least) {
       return Corrupt("segment {} has {} pages in {} bytes", i, segment.n_pages(), segment.bytes());
     }
   }
@@ -362,6 +370,10 @@ std::vector<FormatProblem> FormatProblems(const CacheCard& card) {
   };
   const auto quoted = [](std::string_view text) { return fmt::format("\"{}\"", text); };  // words are printable ASCII
   const auto& format = card.format();
+  if (!format.cipher().empty()) {
+    return Err(Code::kDenied, Reason::kDenied, "card: encrypted with '{}'; only the card inside can be attached",
+               format.cipher());
+  }
   const std::string_view native = std::endian::native == std::endian::little ? "little" : "big";
   if (format.byte_order() != native) {
     add(Reason::kEndianness, "format.byte_order", quoted(format.byte_order()), quoted(native),

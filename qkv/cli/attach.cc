@@ -11,6 +11,7 @@ namespace {
 struct Options {
   ModelOptions model;
   TurnOptions turn;
+  PublishFlags publish;
   std::string socket;
   std::string context;
   std::string publish_as;
@@ -33,6 +34,7 @@ int Run(const Options& options) {
   request->inherits = options.context;
   request->on_miss = options.on_miss == "fail" ? OnMiss::kFail : OnMiss::kText;
   request->publish_as = options.publish_as;
+  options.publish.ApplyTo(*request);
   request->agent = options.publish_as;
   return RunTurn(options.model, options.turn, *request, broker->get());
 }
@@ -50,6 +52,7 @@ void AddAttach(CLI::App& app, int& status) {
                    "when the pages cannot be used: read the card's tokens as text, or fail")
       ->check(CLI::IsMember({"text", "fail"}))
       ->capture_default_str();
+  options->publish.AddTo(*command);
   AddSocketOption(*command, options->socket);
   options->model.AddTo(*command);
   options->turn.AddTo(*command);

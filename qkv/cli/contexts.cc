@@ -18,6 +18,19 @@ struct LsOptions {
   bool json = false;
 };
 
+std::string_view Where(const ContextInfo& context) {
+  return context.in_memory ? context.stored ? "both" : "memory" : "disk";
+}
+
+std::string Notes(const ContextInfo& context) {
+  std::string notes;
+  const auto add = [&](const std::string& note) { notes += (notes.empty() ? "" : ", ") + note; };
+  if (context.pinned) add("pinned");
+  if (context.encrypted) add("encrypted");
+  if (context.expires_unix_ms != 0) add("expires in " + TimeUntil(context.expires_unix_ms));
+  return notes;
+}
+
 int Ls(const LsOptions& options) {
   auto broker = ConnectBroker(options.socket);
   if (!broker) return Fail(broker.error());
@@ -27,6 +40,8 @@ int Ls(const LsOptions& options) {
     nlohmann::ordered_json json;
     json["used_bytes"] = status->used_bytes;
     json["budget_bytes"] = status->budget_bytes;
+    json["stored_bytes"] = status->stored_bytes;
+    json["store_budget_bytes"] = status->store_budget_bytes;
     json["contexts"] = nlohmann::ordered_json::array();
     for (const ContextInfo& c : status->contexts) {
       json["contexts"].push_back({{"id", c.id},
@@ -39,17 +54,27 @@ int Ls(const LsOptions& options) {
                                   {"created_unix_ms", c.created_unix_ms},
                                   {"expires_unix_ms", c.expires_unix_ms},
                                   {"pinned", c.pinned},
-                                  {"leases", c.n_leases}});
+                                  {"leases", c.n_leases},
+                                  {"in_memory", c.in_memory},
+                                  {"stored", c.stored},
+                                  {"encrypted", c.encrypted}});
     }
     fmt::print("{}\n", json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
     return 0;
   }
-  fmt::print("{:<20} {:<34} {:>8} {:>12} {:<16} {:>7} {:>8}\n", "NAME", "ID", "TOKENS", "KV", "CODEC", "LEASES", "AGE");
+  fmt::print("{:<20} {:<32} {:>8} {:>11} {:<12} {:<7} {:>6} {:>8}  {}\n", "NAME", "ID", "TOKENS", "KV", "CODEC",
+             "WHERE", "LEASES", "AGE", "NOTES");
   for (const ContextInfo& c : status->contexts) {
-    fmt::print("{:<20} {:<34} {:>8} {:>12} {:<16} {:>7} {:>8}\n", c.name, c.id, c.n_tokens, Mib(c.bytes), c.kv,
-               c.n_leases, Age(c.created_unix_ms));
+    fmt::print("{:<20} {:<32} {:>8} {:>11} {:<12} {:<7} {:>6} {:>8}  {}\n", c.name, c.id,
+               c.encrypted ? "-" : std::to_string(c.n_tokens), Mib(c.bytes), c.kv, Where(c), c.n_leases,
+               Age(c.created_unix_ms), Notes(c));
   }
-  fmt::print("{} contexts, {} of {}\n", status->contexts.size(), Mib(status->used_bytes), Mib(status->budget_bytes));
+  fmt::print("{} contexts, {} of {} of memory", status->contexts.size(), Mib(status->used_bytes),
+             Mib(status->budget_bytes));
+  if (status->store_budget_bytes > 0) {
+    fmt::print(", {} of {} of disk", Mib(status->stored_bytes), Mib(status->store_budget_bytes));
+  }
+  fmt::print("\n");
   return 0;
 }
 

@@ -7,16 +7,30 @@
 #include <chrono>
 
 namespace qkv::cli {
+namespace {
+
+int64_t NowUnixMs() {
+  using std::chrono::system_clock;
+  return std::chrono::duration_cast<std::chrono::milliseconds>(system_clock::now().time_since_epoch()).count();
+}
+
+std::string Seconds(int64_t ms) {
+  const int64_t seconds = ms / 1000;
+  return seconds < 120 ? fmt::format("{} s", seconds) : fmt::format("{} min", seconds / 60);
+}
+
+}  // namespace
 
 std::string Mib(uint64_t bytes) {
   return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20));
 }
 
 std::string Age(int64_t created_unix_ms) {
-  const auto now =
-      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch());
-  const int64_t seconds = (now.count() - created_unix_ms) / 1000;
-  return seconds < 120 ? fmt::format("{} s", seconds) : fmt::format("{} min", seconds / 60);
+  return Seconds(NowUnixMs() - created_unix_ms);
+}
+
+std::string TimeUntil(int64_t unix_ms) {
+  return Seconds(unix_ms - NowUnixMs());
 }
 
 }  // namespace qkv::cli

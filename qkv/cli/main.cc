@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "qkv/base/fd.h"
 #include "qkv/cli/commands.h"
 
 int main(int argc, char** argv) {
@@ -17,6 +18,9 @@ int main(int argc, char** argv) {
   app.footer(
       "Example: qkvshare run examples/writer_editor.yaml --compare\n"
       "Every command explains itself: qkvshare COMMAND --help");
+
+  // Every context takes a few descriptors; the usual soft limit of 1024 is for programs that use select().
+  (void)qkv::RaiseDescriptorLimit();
 
   int status = 0;
   qkv::cli::AddRun(app, status);

@@ -117,9 +117,20 @@ void AddSocketOption(CLI::App& app, std::string& socket) {
 
 Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket) {
   const std::string path = socket.empty() ? DefaultSocketPath() : socket;
-  auto client = BrokerClient::Connect(path);
+  ConnectOptions connect;
+  connect.token = Env("QKVSHARE_TOKEN");
+  if (const std::string uid = Env("QKVSHARE_BROKER_UID"); !uid.empty()) {
+    uint32_t value = 0;
+    const auto [end, error] = std::from_chars(uid.data(), uid.data() + uid.size(), value);
+    if (error != std::errc() || end != uid.data() + uid.size()) {
+      return Err(Code::kInvalidArgument, "$QKVSHARE_BROKER_UID is not a user's number");
+    }
+    connect.broker_uids = {value};
+  }
+  auto client = BrokerClient::Connect(path, std::move(connect));
   if (!client) {
     Error error = client.error();
+    if (error.code != Code::kPeerLost) return tl::unexpected(std::move(error));
     error.message += fmt::format("; start one with: qkvshare broker{}", socket.empty() ? "" : " --socket " + socket);
     return tl::unexpected(std::move(error));
   }
@@ -189,6 +200,21 @@ Result<uint64_t> ParseBytes(const std::string& text, const std::string& flag) {
     return Err(Code::kInvalidArgument, "{}: '{}' is not a size such as 512M or 4GiB", flag, text);
   }
   return value << shift;
+}
+
+void PublishFlags::AddTo(CLI::App& app) {
+  app.add_option("--ttl", ttl_seconds, "seconds until the broker forgets the context (0: never)")
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{0}, int64_t{3660} * 24 * 3600));
+  app.add_flag("--pin", pin, "never evict it to make room");
+  app.add_flag("--encrypt", encrypt,
+               "encrypt it under a key of its own, which the broker gives only to who may attach it");
+}
+
+void PublishFlags::ApplyTo(TurnRequest& request) const {
+  request.publish_ttl = std::chrono::seconds(ttl_seconds);
+  request.publish_pinned = pin;
+  request.encrypt = encrypt;
 }
 
 int Fail(const Error& error) {

@@ -40,9 +40,20 @@ struct TurnOptions {
   Result<TurnRequest> ToRequest() const;  // reads the prompt file
 };
 
+// How a context is published.
+struct PublishFlags {
+  int64_t ttl_seconds = 0;
+  bool pin = false;
+  bool encrypt = false;
+
+  void AddTo(CLI::App& app);
+  void ApplyTo(TurnRequest& request) const;
+};
+
 // Adds --socket.
 void AddSocketOption(CLI::App& app, std::string& socket);
-// `socket` empty: DefaultSocketPath(). The error says how to start a broker.
+// `socket` empty: DefaultSocketPath(). With $QKVSHARE_TOKEN as a tenant's token, and $QKVSHARE_BROKER_UID as a user whose
+// broker is to be trusted besides our own. The error says how to start a broker.
 Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket);
 
 Result<std::string> FindModel(const std::string& given);

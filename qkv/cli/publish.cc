@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
-#include <unistd.h>
+#include <poll.h>
 
 #include <memory>
 
@@ -10,9 +10,12 @@
 namespace qkv::cli {
 namespace {
 
+constexpr int kRetryMs = 200;
+
 struct Options {
   ModelOptions model;
   TurnOptions turn;
+  PublishFlags publish;
   std::string socket;
   std::string name;
   bool hold = false;
@@ -27,10 +30,18 @@ int Run(const Options& options) {
   auto broker = ConnectBroker(options.socket);
   if (!broker) return Fail(broker.error());
   request->publish_as = options.name;
+  options.publish.ApplyTo(*request);
   request->agent = options.name;
-  const int status = RunTurn(options.model, options.turn, *request, broker->get());
-  if (status == 0 && options.hold) ::pause();
-  return status;
+  // As long as this process holds the pages, a broker that starts anew learns of them.
+  const auto hold = [&](Agent& agent) {
+    for (;;) {
+      pollfd hang_up{(*broker)->poll_fd(), POLLIN, 0};
+      ::poll(&hang_up, 1, (*broker)->lost() ? kRetryMs : -1);
+      (void)agent.KeepAnnounced();  // nobody may be there yet
+    }
+  };
+  return RunTurn(options.model, options.turn, *request, broker->get(),
+                 options.hold ? hold : std::function<void(Agent&)>{});
 }
 
 }  // namespace
@@ -41,7 +52,9 @@ void AddPublish(CLI::App& app, int& status) {
       app.add_subcommand("publish", "read a prompt (and answer it), then hand the context to the broker under a name");
   command->add_option("--name", options->name, "name of the context")->required();
   command->add_flag("--hold", options->hold,
-                    "stay until a signal ends it (the context lives on without it all the same)");
+                    "stay until a signal ends it (the context lives on without it all the same), and announce the "
+                    "context again to a broker that was restarted");
+  options->publish.AddTo(*command);
   AddSocketOption(*command, options->socket);
   options->turn.max_tokens = 0;
   options->model.AddTo(*command);

@@ -47,7 +47,7 @@ std::string TurnToJson(const TurnResult& result, double load_ms) {
 }
 
 int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const TurnRequest& request,
-            BrokerClient* broker) {
+            BrokerClient* broker, const std::function<void(Agent&)>& after) {
   if (auto kv = ParseCodecPair(model_options.kv); !kv) return Fail(kv.error());  // before anything that takes time
   if (!turn.trace_file.empty()) {
     if (auto usable = CheckOutputFile(turn.trace_file, "--trace"); !usable) return Fail(usable.error());
@@ -84,6 +84,10 @@ int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const Tu
   }
   if (result->mode == HandoffMode::kText && result->reason != Reason::kNone) {
     fmt::print(stderr, "qkvshare: read as text ({}): {}\n", ReasonName(result->reason), result->reason_detail);
+  }
+  if (after) {
+    std::fflush(stdout);
+    after(agent);
   }
   return 0;
 }

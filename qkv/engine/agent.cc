@@ -2,12 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "qkv/engine/agent.h"
 
-#include <unistd.h>
 #include <xxhash.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
+
+#include "qkv/base/kill_point.h"
 
 namespace qkv {
 namespace {
@@ -17,33 +17,98 @@ double MsSince(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
-// The bytes of a card's descriptor. Sealed, so that they can't change between the check and the use; the copy is what is
-// parsed all the same.
-Result<std::vector<std::byte>> ReadSealed(const Fd& fd) {
-  if (!IsSealed(fd)) return Err(Code::kDenied, Reason::kDenied, "the card is not sealed");
-  QKV_ASSIGN_OR_RETURN(const uint64_t size, fd.SizeBytes());
-  if (size > kMaxCardBytes) {
-    return Err(Code::kCorrupt, Reason::kChecksum, "the card has {} bytes, at most {} are allowed", size, kMaxCardBytes);
-  }
-  std::vector<std::byte> bytes(size);
-  for (size_t done = 0; done < size;) {
-    const ssize_t n = ::pread(fd.get(), bytes.data() + done, size - done, static_cast<off_t>(done));
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return ErrnoError("read card");
-    done += static_cast<size_t>(n);
-  }
-  return bytes;
+// What is encrypted with a context's key, and where in it: nothing can be put in another's place.
+std::string CipherLabel(const std::string& id, size_t index) {
+  return fmt::format("{}/{}", id, index);
 }
 
-Result<Context> OpenContext(AttachedContext attached) {
-  QKV_ASSIGN_OR_RETURN(const auto bytes, ReadSealed(attached.card));
+// A card for the broker, which need not know the tokens: the real one and the segments follow, encrypted.
+Result<Fd> EncryptContext(const Context& context, const SecretKey& key, std::vector<Fd>& files) {
+  CacheCard outer = context.card;
+  outer.clear_token_ids();
+  outer.clear_spans();
+  outer.clear_segments();
+  outer.clear_mask();
+  outer.clear_importance();
+  outer.clear_turn();
+  outer.mutable_format()->set_cipher(std::string(kCipherName));
+  const std::vector<std::byte> card = SerializeCard(context.card);
+  const auto add = [&](std::span<const std::byte> plain) -> Status {
+    QKV_ASSIGN_OR_RETURN(Fd file, Encrypt(key, CipherLabel(outer.id(), files.size()), plain));
+    auto* segment = outer.add_segments();
+    QKV_ASSIGN_OR_RETURN(const uint64_t bytes, file.SizeBytes());
+    segment->set_bytes(bytes);
+    segment->set_n_pages(1);
+    segment->set_digest(NewContextId());  // the AEAD vouches for the content; a digest of it would say nothing more
+    files.push_back(std::move(file));
+    return {};
+  };
+  QKV_RETURN_IF_ERROR(add(card));
+  for (const auto& segment : context.segments) {
+    QKV_ASSIGN_OR_RETURN(const Mapping plain,
+                         Mapping::Map(segment->fd(), Mapping::Access::kReadOnly, 0, segment->bytes()));
+    QKV_RETURN_IF_ERROR(add(plain.bytes()));
+  }
+  return SealedMemfd("qkv-card", SerializeCard(outer));
+}
+
+// The real card and segments in place of the encrypted ones.
+Status DecryptContext(const CacheCard& outer, AttachedContext& attached) {
+  if (outer.format().cipher() != kCipherName) {
+    return Err(Code::kIncompatible, Reason::kCodecUnsupported, "context '{}' is encrypted with '{}', expected '{}'",
+               outer.id(), outer.format().cipher(), kCipherName);
+  }
+  if (attached.key == nullptr) {
+    return Err(Code::kDenied, Reason::kDenied, "context '{}' is encrypted, and the broker gave no key", outer.id());
+  }
+  std::vector<Fd> plain;
+  for (size_t i = 0; i < attached.segments.size(); ++i) {
+    QKV_ASSIGN_OR_RETURN(plain.emplace_back(), Decrypt(*attached.key, CipherLabel(outer.id(), i), attached.segments[i],
+                                                       i == 0 ? kMaxCardBytes : kMaxSegmentBytes));
+  }
+  if (plain.empty()) return Err(Code::kCorrupt, Reason::kChecksum, "context '{}' has nothing inside", outer.id());
+  attached.card = std::move(plain.front());
+  plain.erase(plain.begin());
+  attached.segments = std::move(plain);
+  attached.on_disk = false;
+  return {};
+}
+
+// Sealed, so that nothing can change between the check and the use; or a file that only its owner could change.
+Result<std::shared_ptr<const Segment>> OpenSegment(Fd fd, bool may_be_on_disk, uint32_t broker_uid) {
+  const bool on_disk = may_be_on_disk && !IsSealed(fd);
+  if (on_disk && !IsReadOnlyFileOf(fd, broker_uid)) {
+    return Err(Code::kDenied, Reason::kDenied, "a segment is neither sealed nor a read-only file of the broker's");
+  }
+  return Segment::Open(std::move(fd), /*require_seals=*/!on_disk);
+}
+
+Result<Context> OpenContext(AttachedContext attached, uint32_t broker_uid) {
   Context context;
   context.lease = attached.lease;
-  QKV_ASSIGN_OR_RETURN(context.card, ParseCard(bytes));
+  const auto read_card = [&]() -> Status {
+    QKV_ASSIGN_OR_RETURN(const auto bytes, ReadWhole(attached.card, kMaxCardBytes));  // a copy: it cannot change
+    QKV_ASSIGN_OR_RETURN(context.card, ParseCard(bytes));
+    return {};
+  };
+  QKV_RETURN_IF_ERROR(read_card());
+  if (context.card.id() != attached.id) {
+    return Err(Code::kCorrupt, Reason::kChecksum, "the card of context '{}' is that of '{}'", attached.id,
+               context.card.id());
+  }
+  if (!context.card.format().cipher().empty()) {
+    QKV_RETURN_IF_ERROR(DecryptContext(context.card, attached));
+    QKV_RETURN_IF_ERROR(read_card());
+    if (context.card.id() != attached.id || !context.card.format().cipher().empty()) {
+      return Err(Code::kCorrupt, Reason::kChecksum, "the card inside context '{}' is another's", attached.id);
+    }
+    context.encrypted = true;
+  }
   for (Fd& fd : attached.segments) {
-    QKV_ASSIGN_OR_RETURN(auto segment, Segment::Open(std::move(fd)));
+    QKV_ASSIGN_OR_RETURN(auto segment, OpenSegment(std::move(fd), attached.on_disk, broker_uid));
     context.segments.push_back(std::move(segment));
   }
+  KillPoint("attach.opened");
   return context;
 }
 
@@ -61,10 +126,37 @@ std::string_view HandoffModeName(HandoffMode mode) {
 }
 
 Status PublishContext(BrokerClient& broker, const Context& context, const PublishOptions& options) {
-  QKV_ASSIGN_OR_RETURN(const Fd card, SealedMemfd("qkv-card", SerializeCard(context.card)));
+  std::vector<Fd> encrypted;
+  Fd card;
   std::vector<const Fd*> segments;
-  for (const auto& segment : context.segments) segments.push_back(&segment->fd());
-  return broker.Publish(card, segments, options);
+  if (options.key != nullptr) {
+    QKV_ASSIGN_OR_RETURN(card, EncryptContext(context, *options.key, encrypted));
+    for (const Fd& file : encrypted) segments.push_back(&file);
+  } else {
+    QKV_ASSIGN_OR_RETURN(card, SealedMemfd("qkv-card", SerializeCard(context.card)));
+    for (const auto& segment : context.segments) segments.push_back(&segment->fd());
+  }
+  KillPoint("publish.card");
+  Status published = broker.Publish(card, segments, options);
+  const bool some_on_disk = std::ranges::any_of(context.segments, [](const auto& s) { return !s->sealed(); });
+  if (!published && published.error().code == Code::kDenied && some_on_disk && options.key == nullptr) {
+    // Files of a directory that this broker does not, or no longer, know: it takes sealed memory.
+    std::vector<Fd> copies;
+    copies.reserve(context.segments.size());
+    for (size_t i = 0; i < context.segments.size(); ++i) {
+      const Segment& segment = *context.segments[i];
+      if (segment.sealed()) continue;
+      QKV_RETURN_IF_ERROR(segment.Verify(0, segment.pages().size(), 1));
+      QKV_ASSIGN_OR_RETURN(const Mapping bytes,
+                           Mapping::Map(segment.fd(), Mapping::Access::kReadOnly, 0, segment.bytes()));
+      QKV_ASSIGN_OR_RETURN(Fd copy, SealedMemfd("qkv-segment", bytes.bytes()));
+      copies.push_back(std::move(copy));
+      segments[i] = &copies.back();
+    }
+    published = broker.Publish(card, segments, options);
+  }
+  KillPoint("publish.done");
+  return published;
 }
 
 Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name, Trace* trace) {
@@ -75,13 +167,47 @@ Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name
   if (!attached) return tl::unexpected(std::move(attached).error());
   const TraceSpan span(trace, "map");
   const uint64_t lease = attached->lease;
-  auto context = OpenContext(*std::move(attached));
+  auto context = OpenContext(*std::move(attached), broker.broker_uid());
   if (!context) (void)broker.ReleaseLease(lease);
   return context;
 }
 
 Agent::Agent(std::shared_ptr<const Model> model, std::unique_ptr<Sequence> sequence, BrokerClient* broker)
     : model_(std::move(model)), sequence_(std::move(sequence)), broker_(broker), vocab_(*model_) {}
+
+Status Agent::KeepAnnounced() {
+  if (broker_ == nullptr || !broker_->lost()) return {};
+  const uint64_t before = broker_->generation();
+  QKV_RETURN_IF_ERROR(broker_->Reconnect());
+  lease_ = 0;  // it ended with the connection
+  if (broker_->generation() == before || !published_) return {};
+  PublishOptions options = published_->options;
+  if (options.ttl.count() > 0) {  // it does not live longer for having been announced twice
+    options.ttl = std::chrono::ceil<std::chrono::milliseconds>(published_->expires - std::chrono::system_clock::now());
+    if (options.ttl.count() <= 0) return {};
+  }
+  return PublishContext(*broker_, published_->context, options);
+}
+
+Result<Context> Agent::Fetch(const std::string& id_or_name) {
+  QKV_RETURN_IF_ERROR(KeepAnnounced());
+  auto context = FetchContext(*broker_, id_or_name, sequence_->trace());
+  if (context || context.error().code != Code::kPeerLost) return context;
+  QKV_RETURN_IF_ERROR(KeepAnnounced());
+  return FetchContext(*broker_, id_or_name, sequence_->trace());
+}
+
+// Twice is as good as once: the same card under the same id.
+Status Agent::Publish(Context context, PublishOptions options) {
+  QKV_RETURN_IF_ERROR(KeepAnnounced());
+  Status status = PublishContext(*broker_, context, options);
+  if (!status && status.error().code == Code::kPeerLost) {
+    QKV_RETURN_IF_ERROR(KeepAnnounced());
+    status = PublishContext(*broker_, context, options);
+  }
+  if (status) published_ = {std::move(context), options, std::chrono::system_clock::now() + options.ttl};
+  return status;
+}
 
 Result<std::vector<Token>> Agent::TurnTokens(const TurnRequest& request, bool first) const {
   if (request.raw) return vocab_.Tokenize(request.prompt, first, false);
@@ -104,7 +230,8 @@ Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, Tu
   if (broker_ == nullptr) {
     return Err(Code::kPeerLost, Reason::kPeerLost, "there is no broker to attach '{}' from", request.inherits);
   }
-  QKV_ASSIGN_OR_RETURN(const Context context, FetchContext(*broker_, request.inherits, sequence_->trace()));
+  QKV_ASSIGN_OR_RETURN(const Context context, Fetch(request.inherits));
+  encrypted_ |= context.encrypted;  // also its tokens, which a fallback reads
   const auto read = [&]() -> Status {
     // For the text fallback, tokens are as good as text if both sides mean the same by them.
     const CacheCard& card = context.card;
@@ -124,7 +251,10 @@ Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, Tu
   const Status status = read();
   // The lease says what this agent holds: of contexts that it goes on from one after the other, the last.
   uint64_t ended = context.lease;
-  if (status) std::swap(ended, lease_);
+  if (status) {
+    std::swap(ended, lease_);
+    encrypted_ = context.encrypted;
+  }
   if (ended != 0) (void)broker_->ReleaseLease(ended);
   if (!status) sequence_->Revert();
   return status;
@@ -244,9 +374,13 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
     info.agent = request.agent;
     info.sampler = request.sampling.Describe();
     info.seed = request.sampling.seed;
-    QKV_ASSIGN_OR_RETURN(const Context context, sequence_->Publish(info));
-    QKV_RETURN_IF_ERROR(PublishContext(*broker_, context));
+    QKV_ASSIGN_OR_RETURN(Context context, sequence_->Publish(info));
     result.context_id = context.card.id();
+    PublishOptions options{.ttl = request.publish_ttl, .pin = request.publish_pinned};
+    if (request.encrypt || encrypted_) {
+      QKV_ASSIGN_OR_RETURN(options.key, SecretKey::Generate());
+    }
+    QKV_RETURN_IF_ERROR(Publish(std::move(context), std::move(options)));
     result.publish_ms = MsSince(publish_start);
   }
   const Sequence::Stats& stats = sequence_->stats();

@@ -6,8 +6,10 @@
 // DESIGN §8 is here: attach, else text, each step down with a reason. Used by `generate`, `publish`, `attach` and by the
 // agent processes of a flow. One thread; blocks; every wait on a broker has that client's deadline.
 
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,8 +48,11 @@ struct TurnRequest {
   // `inherits` is empty). Without it the fallback reads the card's tokens.
   std::vector<Token> history;
 
-  std::string publish_as;  // publish the context after the turn under this name; empty: don't
-  std::string agent;       // for the card
+  std::string publish_as;                    // publish the context after the turn under this name; empty: don't
+  std::chrono::milliseconds publish_ttl{0};  // 0: until removed or evicted
+  bool publish_pinned = false;
+  bool encrypt = false;  // publish it encrypted, under a key of its own; what goes on from an encrypted one always is
+  std::string agent;     // for the card
 };
 
 struct TurnResult {
@@ -82,6 +87,10 @@ class Agent {
   // the turn went.
   Result<TurnResult> Run(const TurnRequest& request, const std::function<bool(std::string_view)>& on_text = {});
 
+  // When the broker has hung up: a new connection, and, if it is a new broker, the context that was published last
+  // announced again. Called by Run; call it while waiting, too, so that others find that context. Errors: the client's.
+  Status KeepAnnounced();
+
   Sequence& sequence() { return *sequence_; }
   const Vocab& vocab() const { return vocab_; }
 
@@ -97,14 +106,26 @@ class Agent {
 
   std::shared_ptr<const Model> model_;
   std::unique_ptr<Sequence> sequence_;
+  // With another try behind it when the broker hangs up.
+  Result<Context> Fetch(const std::string& id_or_name);
+  Status Publish(Context context, PublishOptions options);
+
   BrokerClient* broker_;
-  uint64_t lease_ = 0;  // of the context attached last
+  uint64_t lease_ = 0;      // of the context attached last
+  bool encrypted_ = false;  // what was read came encrypted
+  struct Published {
+    Context context;
+    PublishOptions options;
+    std::chrono::system_clock::time_point expires;  // if options.ttl says so
+  };
+  std::optional<Published> published_;  // last
   Vocab vocab_;
 };
 
 // The descriptors and card of a context to the broker, and back. FetchContext maps and validates; the error's reason is
 // the ladder's. The lease that comes with a fetched context ends with ReleaseLease or with the connection.
-// PublishContext's error is the broker's.
+// PublishContext's error is the broker's. With a key in `options`, card and segments are encrypted with it on the way
+// out; FetchContext decrypts what comes encrypted, into memory of this process.
 Status PublishContext(BrokerClient& broker, const Context& context, const PublishOptions& options = {});
 Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name, Trace* trace = nullptr);
 

@@ -44,6 +44,7 @@ struct Context {
   CacheCard card;
   std::vector<std::shared_ptr<const Segment>> segments;  // in the card's order
   uint64_t lease = 0;                                    // the broker's record of a fetched context; 0: none
+  bool encrypted = false;                                // it was, at the broker: these are our private copies
 };
 
 class Sequence {

@@ -26,8 +26,8 @@ class Segment {
   // is replaced by a read-only one. O(pages of the table); page contents are not read. Errors: kCorrupt/checksum,
   // kIncompatible/version or endianness or codec_unsupported, kDenied/denied when it is not sealed, kExhausted.
   //
-  // A file on disk can be truncated or changed by whoever may write to it, and a truncated one raises SIGBUS when it is
-  // read: open only files that nobody but this user can write.
+  // A file on disk can be truncated or changed by whoever may write to it: open only files that nobody but this user can
+  // write. Verify finds what was truncated before it; afterwards a read of what is gone raises SIGBUS.
   static Result<std::shared_ptr<const Segment>> Open(Fd fd, bool require_seals = true);
 
   Segment(const Segment&) = delete;
@@ -38,6 +38,7 @@ class Segment {
   std::span<const PageEntry> pages() const { return table_; }
   uint64_t bytes() const { return header_.file_bytes; }
   const Fd& fd() const { return fd_; }
+  bool sealed() const { return sealed_; }  // else a file on disk
   const std::byte* page(size_t index) const { return mapping_.data() + table_[index].offset; }
   CodecPair codecs(size_t index) const;
 
@@ -45,7 +46,8 @@ class Segment {
   const std::string& digest() const { return digest_; }
 
   // Compares the page with its checksum; the answer is remembered, so that asking again is free.
-  // Errors: kCorrupt with Reason::kChecksum, naming the page; kInvalidArgument when there is no such page.
+  // Errors: kCorrupt with Reason::kChecksum, naming the page (also when a disk cannot give it); kInvalidArgument when
+  // there is no such page.
   Status Verify(size_t index) const;
   // Pages [first, first + count) with up to `threads` threads, the caller's included; the first page that fails is
   // reported.
@@ -54,6 +56,7 @@ class Segment {
  private:
   friend class SegmentWriter;
   Segment(Fd fd, Mapping mapping, const SegmentHeader& header, std::vector<PageEntry> table, bool verified);
+  Status Populate(const PageEntry& entry) const;
 
   Fd fd_;
   Mapping mapping_;
@@ -61,6 +64,7 @@ class Segment {
   Geometry geometry_;
   std::vector<PageEntry> table_;
   std::string digest_;
+  const bool sealed_;
   std::unique_ptr<std::atomic<bool>[]> verified_;
 };
 

@@ -11,6 +11,8 @@
 #include <cerrno>
 #include <limits>
 
+#include "qkv/base/kill_point.h"
+
 namespace qkv {
 namespace {
 
@@ -106,6 +108,7 @@ Result<size_t> SegmentWriter::Append(CodecPair codecs, int tokens, uint32_t firs
   // A child forked right now by another thread must not inherit it: a writable mapping anywhere stops F_SEAL_WRITE.
   if (::madvise(window.data(), window.size(), MADV_DONTFORK) != 0) return ErrnoError("segment: madvise");
   QKV_RETURN_IF_ERROR(TakeMemory(fd_, next_offset_, bytes));
+  KillPoint("segment.append");
   std::byte* const page = window.data() + skew;
   fill(page);
 
@@ -142,7 +145,12 @@ Result<std::shared_ptr<const Segment>> SegmentWriter::Seal(std::unique_ptr<Segme
 
   QKV_RETURN_IF_ERROR(WriteAt(writer->fd_, 0, HeadBytes(header, writer->table_)));
   QKV_RETURN_IF_ERROR(Truncate(writer->fd_, writer->next_offset_));
+  // The unused part of the table's room as well: a hole would be filled when somebody reads it, and then nobody has
+  // accounted for it.
+  QKV_RETURN_IF_ERROR(TakeMemory(writer->fd_, 0, writer->data_offset_));
+  KillPoint("segment.seal");
   QKV_RETURN_IF_ERROR(qkv::Seal(writer->fd_));
+  KillPoint("segment.sealed");
   return std::shared_ptr<const Segment>(new Segment(std::move(writer->read_only_fd_), std::move(writer->mapping_),
                                                     header, std::move(writer->table_), /*verified=*/true));
 }
