@@ -189,7 +189,8 @@ class Kill : public ::testing::Test {
   }
   void StartBroker(const std::string& kill_at) {
     broker_ = StartRole("broker", kill_at);
-    ASSERT_TRUE(Eventually([&] { return std::filesystem::exists(socket_) || Died(*broker_); }));
+    // Without a word: a request would be a passage of its kill point.
+    ASSERT_TRUE(Eventually([&] { return ConnectSocket(socket_, kDontWait).has_value() || Died(*broker_); }));
   }
   void StopBroker() {
     ::kill(broker_->pid(), SIGTERM);

@@ -248,7 +248,9 @@ TEST_F(Life, AnEncryptedContextIsReadByWhoMayAttachAndByNobodyElse) {
   request.publish_as = "child";  // nobody asked to encrypt it
   for (const bool from_disk : {false, true}) {
     SCOPED_TRACE(from_disk);
-    if (from_disk) ASSERT_NO_FATAL_FAILURE(Start());
+    if (from_disk) {
+      ASSERT_NO_FATAL_FAILURE(Start());
+    }
     auto consumer = NewAgent();
     const TurnResult attached = Run(*consumer, request);
     EXPECT_EQ(attached.mode, HandoffMode::kAttach);

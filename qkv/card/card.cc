@@ -371,8 +371,8 @@ std::vector<FormatProblem> FormatProblems(const CacheCard& card) {
   const auto quoted = [](std::string_view text) { return fmt::format("\"{}\"", text); };  // words are printable ASCII
   const auto& format = card.format();
   if (!format.cipher().empty()) {
-    return Err(Code::kDenied, Reason::kDenied, "card: encrypted with '{}'; only the card inside can be attached",
-               format.cipher());
+    add(Reason::kDenied, "format.cipher", quoted(format.cipher()), "\"\"",
+        fmt::format("encrypted with '{}'; only the card inside can be attached", format.cipher()));
   }
   const std::string_view native = std::endian::native == std::endian::little ? "little" : "big";
   if (format.byte_order() != native) {
