@@ -121,6 +121,12 @@ int Produce(const std::string& socket) {
   if (Status done = PublishContext(**client, secret, {.key = test::Take(SecretKey::Generate())}); !done) {
     return EndOf(done.error());
   }
+  // Once it is on disk, so that there is something to remove.
+  for (bool stored = false; !stored; ::usleep(1000)) {
+    const auto status = (*client)->List();
+    if (!status) return EndOf(status.error());
+    stored = std::ranges::any_of(status->contexts, [&](const auto& i) { return i.id == c.card.id() && i.stored; });
+  }
   if (Status done = (*client)->Remove(c.card.id()); !done) return EndOf(done.error());
   return kFine;
 }

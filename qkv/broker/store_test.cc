@@ -306,6 +306,35 @@ TEST_F(StoreTest, DamageIsFoundAndNothingElseSuffers) {
   EXPECT_EQ(std::filesystem::file_size(outside), 8192u);
 }
 
+TEST_F(StoreTest, AFlippedBitOrAMissingByteOfAContextsFileIsNeverAContext) {
+  const TestContext context("a", {5000});
+  Put(context);
+  store_.reset();
+  const std::string file = path_ + "/" + context.id() + ".context";
+  std::ifstream in(file, std::ios::binary);
+  const std::string good{std::istreambuf_iterator<char>(in), {}};
+  const std::string segment = Ending(".segment").front();
+  const auto is_there_with = [&](const std::string& bytes) {
+    // A damaged one is removed, and its segment with it.
+    ::unlink(file.c_str());
+    std::ofstream(file, std::ios::binary) << bytes;
+    std::ofstream(segment) << std::string(5000, '\1');
+    ::chmod(file.c_str(), 0400);
+    ::chmod(segment.c_str(), 0400);
+    const auto store = Take(ContextStore::Open({.directory = path_}));
+    return store->Has(context.id());
+  };
+  EXPECT_TRUE(is_there_with(good));
+  for (size_t bit = 0; bit < 8 * good.size(); bit += bit < 256 ? 1 : 5) {
+    std::string bad = good;
+    bad[bit / 8] = static_cast<char>(bad[bit / 8] ^ (1 << (bit % 8)));
+    ASSERT_FALSE(is_there_with(bad)) << "bit " << bit;
+  }
+  for (size_t n = 0; n < good.size(); n += 3) ASSERT_FALSE(is_there_with(good.substr(0, n))) << n << " bytes";
+  EXPECT_FALSE(is_there_with(good + "x"));
+  EXPECT_TRUE(is_there_with(good));
+}
+
 TEST_F(StoreTest, OneProcessOwnsADirectory) {
   const auto second = ContextStore::Open({.directory = path_});
   ASSERT_EQ(Outcome(second), "invalid_argument");
