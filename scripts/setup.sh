@@ -59,8 +59,8 @@ if [ "${1:-}" = --fuzz ] && ! command -v clang++ >/dev/null; then
   if [ "$(id -u)" = 0 ]; then sudo=; else sudo="sudo -n"; fi
   echo "setup: installing clang and libFuzzer"
   log=$(mktemp)
-  { $sudo apt-get update && { $sudo apt-get install -y --no-install-recommends clang libclang-rt-dev ||
-    $sudo apt-get install -y --no-install-recommends clang; }; } >"$log" 2>&1 ||
+  install="$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends clang"
+  { $sudo apt-get update && { $install libclang-rt-dev || $install; }; } >"$log" 2>&1 ||
     echo "setup: no clang to be had ($(tail -n 1 "$log"))"
   rm -f "$log"
 fi

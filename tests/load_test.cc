@@ -37,6 +37,7 @@ constexpr int kContexts = 24;
 constexpr int kProducers = 4;
 constexpr int kConsumers = 16;
 constexpr uint64_t kBudgetBytes = 1280 << 10;  // a context takes some 130 to 220 KiB
+constexpr auto kPatience = std::chrono::seconds(30);  // twenty processes may share two cores
 constexpr const char* kPrompts[] = {"and then", "what was it?", "x"};
 
 int Seconds(int otherwise) {
@@ -99,7 +100,7 @@ using References = std::map<std::pair<int, int>, Answers>;  // by context and pr
 
 References AnswersAlone(const std::shared_ptr<const Model>& model, const std::string& socket) {
   References references;
-  auto client = BrokerClient::Connect(socket);
+  auto client = BrokerClient::Connect(socket, kPatience);
   EXPECT_TRUE(client) << client.error().message;
   for (int context = 0; context < kContexts; ++context) {
     auto producer = NewAgent(model, client->get());
@@ -154,7 +155,7 @@ Tally Produce(const std::shared_ptr<const Model>& model, const std::string& sock
               Clock::time_point end) {
   Tally tally;
   std::mt19937 random(static_cast<uint32_t>(1000 + producer));
-  auto client = BrokerClient::Connect(socket);
+  auto client = BrokerClient::Connect(socket, kPatience);
   auto agent = NewAgent(model, nullptr);
   if (!client || !agent) return {.wrong = "producer: cannot start"};
   while (Clock::now() < end) {
@@ -186,7 +187,7 @@ Tally Consume(const std::shared_ptr<const Model>& model, const std::string& sock
   while (Clock::now() < end && tally.wrong.empty()) {
     if (client == nullptr || random() % 4 == 0) {  // lets go of everything and starts anew
       agent.reset();
-      auto connected = BrokerClient::Connect(socket);
+      auto connected = BrokerClient::Connect(socket, kPatience);
       if (!connected) return {.wrong = "consumer: " + connected.error().message};
       client = *std::move(connected);
       auto fresh = NewAgent(model, client.get());
