@@ -53,8 +53,9 @@ class FakeBroker {
     thread_.join();
   }
   // The card, then the segments.
-  void Offer(std::vector<Fd> fds) {
+  void Offer(std::string id, std::vector<Fd> fds) {
     std::lock_guard lock(mutex_);
+    id_ = std::move(id);
     fds_ = std::move(fds);
   }
   std::vector<TurnReport> TakeReports() {
@@ -85,8 +86,12 @@ class FakeBroker {
     BrokerReply reply;
     std::vector<int> out;
     std::lock_guard lock(mutex_);
-    if (request.has_attach()) {
+    if (request.has_hello()) {
+      reply.mutable_welcome()->set_protocol(kProtocolVersion);
+      reply.mutable_welcome()->set_generation(1);
+    } else if (request.has_attach()) {
       for (const Fd& fd : fds_) out.push_back(fd.get());
+      reply.mutable_attached()->set_id(id_);
       reply.mutable_attached()->set_lease(1);
       reply.mutable_attached()->set_n_descriptors(static_cast<uint32_t>(out.size()));
     } else {
@@ -99,6 +104,7 @@ class FakeBroker {
   Listener listener_;
   std::atomic<bool> stop_{false};
   std::mutex mutex_;
+  std::string id_;
   std::vector<Fd> fds_;
   std::vector<TurnReport> reports_;
   std::thread thread_;
@@ -183,12 +189,12 @@ class Ladder : public ::testing::Test {
     for (const auto& segment : context.segments) fds.push_back(*segment->fd().Duplicate());
     return fds;
   }
-  void OfferFake(std::vector<Fd> fds) {
+  void OfferFake(const Context& context, std::vector<Fd> fds) {
     if (fake_ == nullptr) {
       fake_ = std::make_unique<FakeBroker>(dir_.path() + "/fake.sock");
       fake_client_ = Connect(dir_.path() + "/fake.sock");
     }
-    fake_->Offer(std::move(fds));
+    fake_->Offer(context.card.id(), std::move(fds));
   }
 
   static TurnRequest Request(bool own_text) {
@@ -434,7 +440,7 @@ TEST_F(Ladder, ACardFromANewerVersion) {
   const Context context = Made(model_);
   std::vector<std::byte> card = SerializeCard(context.card);
   card[8] = std::byte{2};
-  OfferFake(Descriptors(card, context));
+  OfferFake(context, Descriptors(card, context));
   ExpectStepsDownFromFake({Reason::kVersion, {}, /*own_text=*/true});
 }
 
@@ -450,7 +456,7 @@ TEST_F(Ladder, ACardWithSwappedByteOrder) {
   const Context context = Made(model_);
   std::vector<std::byte> card = SerializeCard(context.card);
   std::reverse(&card[8], &card[12]);
-  OfferFake(Descriptors(card, context));
+  OfferFake(context, Descriptors(card, context));
   ExpectStepsDownFromFake({Reason::kEndianness, {}, /*own_text=*/true});
 }
 
@@ -479,7 +485,7 @@ TEST_F(Ladder, AFlippedBitInTheCard) {
   const Context context = Made(model_);
   std::vector<std::byte> card = SerializeCard(context.card);
   card[card.size() / 2] ^= std::byte{1};
-  OfferFake(Descriptors(card, context));
+  OfferFake(context, Descriptors(card, context));
   ExpectStepsDownFromFake({Reason::kChecksum, {}, /*own_text=*/true});
 }
 
@@ -487,7 +493,7 @@ TEST_F(Ladder, ACardWithoutItsSegments) {
   const Context context = Made(model_);
   std::vector<Fd> fds;
   fds.push_back(Sealed(SerializeCard(context.card)));
-  OfferFake(std::move(fds));
+  OfferFake(context, std::move(fds));
   ExpectStepsDownFromFake({Reason::kChecksum});
 }
 
@@ -500,7 +506,7 @@ TEST_F(Ladder, ASegmentThatSomebodyCouldStillChange) {
   std::vector<Fd> fds;
   fds.push_back(Sealed(SerializeCard(context.card)));
   fds.push_back(*std::move(open));
-  OfferFake(std::move(fds));
+  OfferFake(context, std::move(fds));
   ExpectStepsDownFromFake({Reason::kDenied, {}, /*own_text=*/true});
 }
 
