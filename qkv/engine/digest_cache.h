@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Digests of large files that were computed before, so that loading a model does not read all of its weights. A file is
-// known by what the kernel says of the open descriptor, never by a name. The cache is a help and nothing more: what is
+// Digests of large files that were computed before, so that loading a model does not hash all of its weights again. A
+// file is known by what the kernel says of the open descriptor, never by a name. The cache is a help and nothing more: what is
 // not there, not ours, damaged or not writable counts as not known, and no error leaves. Any thread, any process.
 
 #include <array>
