@@ -7,10 +7,13 @@
 //   bench/attention --benchmark_repetitions=5 --benchmark_report_aggregates_only=true
 //
 // per_token: all layers. GB/s: bytes of blocks, each counted once. GFLOP/s: 4 * keys * head_dim per query head,
-// whatever the kernel multiplies (the integer kernels may exceed the fp32 peak). Rates are per CPU time of this thread.
+// whatever the kernel multiplies (the integer kernels may exceed the fp32 peak). of_read, of_fma: share of the limits, which
+// are measured first (if the filter lets them). Rates are per CPU time of this thread.
 
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -104,6 +107,10 @@ struct Context {
   std::vector<PageRef> pages;
 };
 
+// Of this core, measured before anything else; 0: not measured.
+double g_fma_flops = 0;
+double g_read_bytes = 0;
+
 // n_queries new tokens at the end of the context, through the first n_layers layers.
 void BM_Attention(benchmark::State& state, CodecPair codecs, int n_queries, int n_layers) {
   const Context context(codecs);
@@ -131,17 +138,25 @@ void BM_Attention(benchmark::State& state, CodecPair codecs, int n_queries, int 
   using benchmark::Counter;
   const double tokens = steps * n_queries * n_layers / kGeometry.n_layers;
   state.counters["per_token"] = Counter(tokens, Counter::kIsRate | Counter::kInvert);
-  state.counters["GB/s"] = Counter(steps * n_layers * static_cast<double>(context.layout.layer_stride) *
-                                       static_cast<double>(context.pages.size()) * 1e-9,
-                                   Counter::kIsRate);
-  state.counters["GFLOP/s"] =
-      Counter(steps * n_layers * n_queries * kShape.n_heads * 4.0 * keys * kShape.head_dim * 1e-9, Counter::kIsRate);
+  const double bytes =
+      steps * n_layers * static_cast<double>(context.layout.layer_stride) * static_cast<double>(context.pages.size());
+  const double flops = steps * n_layers * n_queries * kShape.n_heads * 4.0 * keys * kShape.head_dim;
+  state.counters["GB/s"] = Counter(bytes * 1e-9, Counter::kIsRate);
+  state.counters["GFLOP/s"] = Counter(flops * 1e-9, Counter::kIsRate);
+  if (g_read_bytes > 0) state.counters["of_read"] = Counter(bytes / g_read_bytes, Counter::kIsRate);
+  if (g_fma_flops > 0) state.counters["of_fma"] = Counter(flops / g_fma_flops, Counter::kIsRate);
+}
+
+double SecondsSince(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 void BM_LimitFma(benchmark::State& state) {
   float sink = 1;
   double operations = 0;
+  const auto start = std::chrono::steady_clock::now();
   for (auto _ : state) operations += HWY_DYNAMIC_DISPATCH(FmaPeak)(100000, &sink);
+  g_fma_flops = std::max(g_fma_flops, operations / SecondsSince(start));
   benchmark::DoNotOptimize(sink);
   state.counters["GFLOP/s"] = benchmark::Counter(operations * 1e-9, benchmark::Counter::kIsRate);
 }
@@ -150,8 +165,10 @@ void BM_LimitRead(benchmark::State& state) {
   constexpr size_t kBytes = size_t{256} << 20;
   auto buffer = hwy::AllocateAligned<uint64_t>(kBytes / 8);
   std::memset(buffer.get(), 1, kBytes);
+  const auto start = std::chrono::steady_clock::now();
   for (auto _ : state) benchmark::DoNotOptimize(HWY_DYNAMIC_DISPATCH(ReadStream)(buffer.get(), kBytes / 8));
   const double bytes = static_cast<double>(state.iterations()) * kBytes;
+  g_read_bytes = std::max(g_read_bytes, bytes / SecondsSince(start));
   state.counters["GB/s"] = benchmark::Counter(bytes * 1e-9, benchmark::Counter::kIsRate);
 }
 

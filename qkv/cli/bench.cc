@@ -34,12 +34,12 @@ std::vector<Token> SomeTokens(const Model& model, size_t n, uint64_t seed) {
   return tokens;
 }
 
-Result<Context> DeepContext(Sequence& sequence, int depth) {
+Result<Context> DeepContext(Sequence& sequence, int depth, int n_read) {
   constexpr uint64_t kSegmentBytes = uint64_t{256} << 20;
   sequence.Clear();
-  QKV_RETURN_IF_ERROR(sequence.Forward(SomeTokens(sequence.model(), std::min(depth, kCopiedTokens), 1)));
+  QKV_RETURN_IF_ERROR(sequence.Forward(SomeTokens(sequence.model(), std::min(depth, n_read), 1)));
   QKV_ASSIGN_OR_RETURN(Context context, sequence.Publish({}));
-  if (depth <= kCopiedTokens) return context;
+  if (depth <= n_read) return context;
 
   struct Source {
     const std::byte* data;

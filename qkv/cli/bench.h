@@ -30,9 +30,8 @@ double Median(std::vector<double> values);
 // Ordinary tokens in a fixed pseudo-random order: time does not depend on what they say.
 std::vector<Token> SomeTokens(const Model& model, size_t n, uint64_t seed);
 
-// A published context of `depth` tokens (> 0) in memory of its own, of which `sequence` reads only the first kCopiedTokens;
-// the rest is copies of their pages. For measuring speed, which does not depend on what keys and values say.
-inline constexpr int kCopiedTokens = 1024;
-Result<Context> DeepContext(Sequence& sequence, int depth);
+// A published context of `depth` tokens (> 0) in memory of its own, of which `sequence` reads only the first n_read; the
+// rest is copies of their pages. For measuring speed, which does not depend on what keys and values say.
+Result<Context> DeepContext(Sequence& sequence, int depth, int n_read);
 
 }  // namespace qkv::cli

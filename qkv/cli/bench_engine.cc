@@ -29,6 +29,7 @@ struct Options {
   std::string shape;
   std::string weights;
   std::string peer = "none";
+  int n_read = 1024;
   int n_decode = 32;
   int runs = 5;
   bool json = false;
@@ -51,12 +52,12 @@ class Engine {
 class Ours : public Engine {
  public:
   static Result<std::unique_ptr<Engine>> Create(const ModelOptions& options, std::shared_ptr<const Model> model,
-                                                int depth) {
+                                                int depth, int n_read) {
     auto engine = std::make_unique<Ours>();
     engine->name = options.kv;
     QKV_ASSIGN_OR_RETURN(engine->sequence_, NewSequence(options, std::move(model)));
     if (depth > 0) {
-      QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*engine->sequence_, depth));
+      QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*engine->sequence_, depth, n_read));
       QKV_RETURN_IF_ERROR(engine->sequence_->Attach(context));
     }
     return engine;
@@ -134,14 +135,14 @@ Result<Json> MeasureDepth(const Options& options, const std::shared_ptr<const Mo
     engine_options.kv = kv;
     engine_options.n_ctx = n_ctx;
     ours.emplace_back();
-    QKV_ASSIGN_OR_RETURN(ours.back(), Ours::Create(engine_options, model, depth));
+    QKV_ASSIGN_OR_RETURN(ours.back(), Ours::Create(engine_options, model, depth, options.n_read));
   }
   if (peer != nullptr) {
-    const std::vector<Token> tokens = SomeTokens(*model, kCopiedTokens, 1);
+    const std::vector<Token> tokens = SomeTokens(*model, options.n_read, 1);
     const std::pair<const char*, bool> configs[] = {{"f16", false}, {"f16", true}, {"q8_0", true}, {"q4_0", true}};
     for (const auto& [type, flash] : configs) {
       PeerOptions peer_options;
-      peer_options.n_ctx = n_ctx + kCopiedTokens;  // copies come whole before they are cut
+      peer_options.n_ctx = n_ctx + options.n_read;  // copies come whole before they are cut
       peer_options.n_threads = options.model.n_threads;
       peer_options.n_batch = options.model.n_batch;
       peer_options.flash_attention = flash;
@@ -228,7 +229,7 @@ Result<Json> Measure(Options options) {
   json["weights"] = options.weights.empty() ? Json() : Json(options.weights);
   json["threads"] = options.model.n_threads;
   json["runs"] = options.runs;
-  json["copied_tokens"] = kCopiedTokens;
+  json["read_tokens"] = options.n_read;
   json["results"] = Json::array();
   for (const int depth : depths) {
     if (::isatty(STDERR_FILENO)) progress.Note(fmt::format("bench: depth {}", depth));
@@ -242,7 +243,7 @@ void PrintTable(const Json& json) {
   fmt::print("{}{}, {} threads; depth beyond {} tokens is filled with copies; medians of {} runs, tokens per second\n",
              json["model"].get<std::string>(),
              json["weights"].is_null() ? std::string() : " as " + json["weights"].get<std::string>(),
-             json["threads"].get<int>(), json["copied_tokens"].get<int>(), json["runs"].get<int>());
+             json["threads"].get<int>(), json["read_tokens"].get<int>(), json["runs"].get<int>());
   fmt::print("{:>7} {:<12} {:>9} {:>9} {:>9} {:>8} {:>9} {:>9} {:>8} {:>8}  {}\n", "DEPTH", "KV", "PREFILL", "BEST",
              "SAME", "DECODE", "BEST", "SAME", "x BEST", "x SAME", "libllama's best for decode");
   const auto number = [](const Json& value, const char* format) {
@@ -284,6 +285,11 @@ void AddBenchEngine(CLI::App& bench, int& status) {
   command->add_option("--peer", options->peer, "measured in turn with ours")
       ->capture_default_str()
       ->check(CLI::IsMember({"none", "llama.cpp"}));
+  command
+      ->add_option("--read", options->n_read,
+                   "tokens really read; deeper contexts are filled with copies of their cache")
+      ->capture_default_str()
+      ->check(CLI::Range(32, 1 << 20));
   command->add_option("--decode", options->n_decode, "tokens decoded per run")
       ->capture_default_str()
       ->check(CLI::Range(1, 4096));

@@ -28,6 +28,8 @@ struct Options {
   bool json = false;
 };
 
+constexpr int kRead = 1024;  // tokens; deeper contexts are filled with copies
+
 // ms per token, median over runs.
 Result<double> DecodeMs(Sequence& sequence, int n_decode, int runs) {
   const std::vector<Token> tokens = SomeTokens(sequence.model(), n_decode + 1, 2);
@@ -77,10 +79,21 @@ Result<Json> Measure(Options options) {
   QKV_RETURN_IF_ERROR(empty->Forward(SomeTokens(*model, 1, 1)));
   QKV_ASSIGN_OR_RETURN(const double base_ms, DecodeMs(*empty, options.n_decode, options.runs));
   json["decode_ms_at_depth_0"] = base_ms;
+  // Encoding: what the encoder thread computes, and how long decoding waits for it, over some pages' worth of tokens.
+  {
+    constexpr int kTokens = 512;
+    QKV_ASSIGN_OR_RETURN(const auto sequence, make(kTokens, options.model.n_threads));
+    const std::vector<Token> tokens = SomeTokens(*model, kTokens, 3);
+    const auto start = Clock::now();
+    for (const Token& token : tokens) QKV_RETURN_IF_ERROR(sequence->Forward({&token, 1}));
+    const double ms = MsSince(start);
+    json["encode_percent_of_decode"] = 100 * sequence->stats().encode_ms / ms;
+    json["encode_wait_percent_of_decode"] = 100 * sequence->stats().encode_wait_ms / ms;
+  }
   for (const int depth : depths) {
     note(fmt::format("depth {}", depth));
     QKV_ASSIGN_OR_RETURN(const auto sequence, make(depth, options.model.n_threads));
-    QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*sequence, depth));
+    QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*sequence, depth, kRead));
     QKV_RETURN_IF_ERROR(sequence->Attach(context));
     QKV_ASSIGN_OR_RETURN(const double ms, DecodeMs(*sequence, options.n_decode, options.runs));
     json["depth"].push_back(
@@ -89,7 +102,7 @@ Result<Json> Measure(Options options) {
 
   const int depth = options.agents_depth;
   QKV_ASSIGN_OR_RETURN(const auto producer, make(depth, options.model.n_threads));
-  QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*producer, depth));
+  QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*producer, depth, kRead));
   json["threads_at_depth"] = depth;
   json["by_threads"] = Json::array();
   for (const int n : threads) {
@@ -127,6 +140,8 @@ void PrintTable(const Json& json) {
   constexpr double kMiB = 1 << 20;
   fmt::print("{}, {} pages, {} threads: {:.2f} ms per token with nothing before it\n", json["model"].get<std::string>(),
              json["kv"].get<std::string>(), json["threads"].get<int>(), json["decode_ms_at_depth_0"].get<double>());
+  fmt::print("encoding pages takes {:.2f} % of decode time on its own thread; decoding waits for it {:.2f} %\n",
+             json["encode_percent_of_decode"].get<double>(), json["encode_wait_percent_of_decode"].get<double>());
   fmt::print("{:>8} {:>12} {:>24}\n", "DEPTH", "DECODE ms", "ns per token of depth");
   for (const Json& row : json["depth"]) {
     fmt::print("{:>8} {:>12.2f} {:>24.0f}\n", row["depth"].get<int>(), row["decode_ms"].get<double>(),

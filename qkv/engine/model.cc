@@ -61,6 +61,12 @@ std::string Hex(const XXH128_hash_t& hash) {
   return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
 }
 
+std::string Hex(const FileDigest& digest) {
+  std::string text;
+  for (const uint8_t byte : digest) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
 // Over keys and values of everything that decides how text becomes tokens.
 std::string TokenizerDigest(const gguf_context* gguf) {
   XXH3_state_t* state = XXH3_createState();
@@ -182,7 +188,7 @@ Result<Fd> OpenGguf(const std::string& path) {
 }
 
 // Replaces matrices by packed ones, where there are any. The embedding's rows are read as they lie in the file.
-Status Repack(Model::Internal& m) {
+Status Repack(Model::Internal& m, Fd shared) {
   std::vector<RepackedWeights::Group> groups = {{m.output.weight}};
   for (LayerWeights& layer : m.layers) {
     groups.push_back({layer.wq.weight, layer.wk.weight, layer.wv.weight});
@@ -190,7 +196,7 @@ Status Repack(Model::Internal& m) {
     groups.push_back({layer.ffn_gate.weight, layer.ffn_up.weight});
     groups.push_back({layer.ffn_down.weight});
   }
-  QKV_ASSIGN_OR_RETURN(m.repacked, RepackedWeights::Create(groups, Fd()));
+  QKV_ASSIGN_OR_RETURN(m.repacked, RepackedWeights::Create(groups, std::move(shared)));
   size_t next = 0;
   const auto replace = [&](Matrix& matrix) {
     if (const Matrix* packed = m.repacked->Packed(next++)) matrix = *packed;
@@ -202,6 +208,8 @@ Status Repack(Model::Internal& m) {
     replace(layer.ffn_gate_up);
     replace(layer.ffn_down);
   }
+  // What was packed is not read from the file again; what is, such as the embedding, comes back from the page cache.
+  if (m.repacked->bytes() > 0) (void)::madvise(m.file.data(), m.file.size(), MADV_DONTNEED);
   return {};
 }
 
@@ -256,7 +264,7 @@ Geometry Model::geometry() const {
   return {internal_->params.n_layers, internal_->params.n_kv_heads, internal_->params.head_dim};
 }
 
-Result<std::shared_ptr<const Model>> Model::Load(const std::string& path) {
+Result<std::shared_ptr<const Model>> Model::Load(const std::string& path, PackedWeights packed) {
   const auto fail = [&](Error error) { return Prefixed(fmt::format("model '{}'", path), std::move(error)); };
   auto m = std::make_unique<Internal>();
   m->path = path;
@@ -330,7 +338,8 @@ Result<std::shared_ptr<const Model>> Model::Load(const std::string& path) {
     layer.ffn_down.weight = get.Get(name("ffn_down.weight"), p.n_ff, p.n_embd);
   }
   if (!get.status()) return fail(get.status().error());
-  if (auto status = Repack(*m); !status) return fail(status.error());
+  const bool same = packed.fd.valid() && Hex(WeightsDigest(*m)) == packed.weights_digest;
+  if (auto status = Repack(*m, same ? std::move(packed.fd) : Fd()); !status) return fail(status.error());
 
   llama_model_params vocab_params = llama_model_default_params();
   vocab_params.vocab_only = true;
@@ -375,9 +384,7 @@ const ModelIdentity& Model::identity() const {
       rope->set_factors_digest(Hex(XXH3_128bits(m.rope_factors->data, ggml_nbytes(m.rope_factors))));
     }
     m.weights_digest = WeightsDigest(m);
-    std::string weights;
-    for (const uint8_t byte : m.weights_digest) weights += fmt::format("{:02x}", byte);
-    id.set_weights_digest(weights);
+    id.set_weights_digest(Hex(m.weights_digest));
     id.set_norm_eps(p.rms_eps);
     id.set_tokenizer_digest(TokenizerDigest(m.gguf.get()));
     id.set_chat_template_digest(Hex(XXH3_128bits(m.chat_template.data(), m.chat_template.size())));
@@ -388,6 +395,12 @@ const ModelIdentity& Model::identity() const {
 const std::array<uint8_t, 16>& Model::weights_digest() const {
   identity();
   return internal_->weights_digest;
+}
+
+Result<PackedWeights> Model::ShareWeights() const {
+  if (internal_->repacked->bytes() == 0) return PackedWeights{};
+  QKV_ASSIGN_OR_RETURN(Fd fd, internal_->repacked->fd().Duplicate());
+  return PackedWeights{std::move(fd), identity().weights_digest()};
 }
 
 }  // namespace qkv

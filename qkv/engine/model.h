@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "qkv/base/fd.h"
 #include "qkv/card/card.h"
 #include "qkv/segment/layout.h"
 
@@ -36,11 +37,19 @@ struct HyperParams {
   float rope_scale = 1;  // multiplies positions: 1 / the GGUF's linear scaling factor
 };
 
+// The packed form of a model's weights, for other processes (engine/repack.h). Whoever offers it is trusted: only a process
+// that runs the same program should be.
+struct PackedWeights {
+  Fd fd;                       // sealed memory; not valid: none
+  std::string weights_digest;  // identity().weights_digest() of the model that it was made from
+};
+
 class Model {
  public:
   // Errors: kNotFound, kDenied, kInvalidArgument (not a GGUF, truncated, a tensor missing or of the wrong shape),
   // kIncompatible (an architecture or feature that this engine does not run, named).
-  static Result<std::shared_ptr<const Model>> Load(const std::string& path);
+  // `packed` is used if it is of these very weights, else they are packed anew.
+  static Result<std::shared_ptr<const Model>> Load(const std::string& path, PackedWeights packed = {});
   ~Model();
 
   const std::string& path() const;
@@ -52,6 +61,9 @@ class Model {
   // shapes.
   const ModelIdentity& identity() const;
   const std::array<uint8_t, 16>& weights_digest() const;
+
+  // To be handed to Load in another process; its fd is not valid when ggml has no packed form of these weights.
+  Result<PackedWeights> ShareWeights() const;
 
   struct Internal;
   const Internal& internal() const { return *internal_; }

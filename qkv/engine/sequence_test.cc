@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cmath>
@@ -160,6 +161,33 @@ TEST(Sequence, ResultsDoNotDependOnTheNumberOfThreads) {
   EXPECT_EQ(Copy(one->logits()), Copy(two->logits()));
   EXPECT_EQ(Greedy(*one, 48), Greedy(*two, 48));
   EXPECT_EQ(Copy(one->logits()), Copy(two->logits()));
+}
+
+TEST(Sequence, PackedWeightsOfAnotherProcessGiveTheSameBits) {
+  auto shared = TestModel()->ShareWeights();
+  ASSERT_TRUE(shared) << shared.error().message;
+  ASSERT_TRUE(shared->fd.valid()) << "the test's model has no packed form on this CPU";
+  const std::vector<Token> prompt = SourceTokens(0, 70);
+  const auto original = NewSequence(kI8);
+  Read(*original, prompt);
+  for (const bool same : {true, false}) {
+    auto offered = TestModel()->ShareWeights();
+    ASSERT_TRUE(offered) << offered.error().message;
+    if (!same) offered->weights_digest[0] ^= 1;  // of other weights: not used
+    const auto model = Model::Load(TestModelPath(), *std::move(offered));
+    ASSERT_TRUE(model) << model.error().message;
+    struct stat theirs, ours;
+    const auto fd = (*model)->ShareWeights();
+    ASSERT_EQ(::fstat(shared->fd.get(), &theirs), 0);
+    ASSERT_EQ(::fstat(fd->fd.get(), &ours), 0);
+    EXPECT_EQ(ours.st_ino == theirs.st_ino, same);
+    SequenceOptions options;
+    options.kv = kI8;
+    auto sequence = Sequence::Create(*model, options);
+    ASSERT_TRUE(sequence) << sequence.error().message;
+    Read(**sequence, prompt);
+    EXPECT_EQ(Copy((*sequence)->logits()), Copy(original->logits()));
+  }
 }
 
 TEST(Sequence, F16PagesChangeNothing) {
