@@ -105,6 +105,7 @@ void AddBench(CLI::App& app, int& status) {
   AddBenchEngine(*bench, status);
   AddBenchScale(*bench, status);
   AddBenchModel(*bench, status);
+  AddBenchFlow(*bench, status);
 }
 
 }  // namespace qkv::cli

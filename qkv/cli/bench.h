@@ -22,6 +22,7 @@ void AddBenchHandoff(CLI::App& bench, int& status);
 void AddBenchEngine(CLI::App& bench, int& status);
 void AddBenchScale(CLI::App& bench, int& status);
 void AddBenchModel(CLI::App& bench, int& status);
+void AddBenchFlow(CLI::App& bench, int& status);
 
 double MsSince(Clock::time_point start);
 double Quantile(std::vector<double> values, double q);  // values not empty

@@ -10,7 +10,8 @@
 namespace qkv::cli {
 
 void AddRun(CLI::App& app, int& status);
-void AddAgentWorker(CLI::App& app, int& status);  // hidden: one agent process of `run`
+void AddPlan(CLI::App& app, int& status);
+void AddAgentWorker(CLI::App& app, int& status);  // hidden: a worker process of `run`
 void AddGenerate(CLI::App& app, int& status);
 void AddPublish(CLI::App& app, int& status);
 void AddAttach(CLI::App& app, int& status);

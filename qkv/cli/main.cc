@@ -24,6 +24,7 @@ int main(int argc, char** argv) {
 
   int status = 0;
   qkv::cli::AddRun(app, status);
+  qkv::cli::AddPlan(app, status);
   qkv::cli::AddGenerate(app, status);
   qkv::cli::AddPublish(app, status);
   qkv::cli::AddAttach(app, status);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "qkv/base/kill_point.h"
 
@@ -13,8 +14,13 @@ namespace qkv {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+constexpr int kAnnounceEvery = 16;  // tokens; a segment holds hundreds
 double MsSince(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+
+double SteadyMs(Clock::time_point time) {
+  return std::chrono::duration<double, std::milli>(time.time_since_epoch()).count();
 }
 
 // What is encrypted with a context's key, and where in it: nothing can be put in another's place.
@@ -83,7 +89,7 @@ Result<std::shared_ptr<const Segment>> OpenSegment(Fd fd, bool may_be_on_disk, u
   return Segment::Open(std::move(fd), /*require_seals=*/!on_disk);
 }
 
-Result<Context> OpenContext(AttachedContext attached, uint32_t broker_uid) {
+Result<Context> OpenContext(AttachedContext attached, uint32_t broker_uid, const WarmSegments* warm) {
   Context context;
   context.lease = attached.lease;
   const auto read_card = [&]() -> Status {
@@ -106,10 +112,20 @@ Result<Context> OpenContext(AttachedContext attached, uint32_t broker_uid) {
   }
   for (Fd& fd : attached.segments) {
     QKV_ASSIGN_OR_RETURN(auto segment, OpenSegment(std::move(fd), attached.on_disk, broker_uid));
+    // The digest covers every page's checksum, and the kept one's pages have been compared with theirs.
+    if (warm != nullptr) {
+      if (auto known = warm->Find(segment->digest())) segment = std::move(known);
+    }
     context.segments.push_back(std::move(segment));
   }
   KillPoint("attach.opened");
   return context;
+}
+
+Status CheckBudget(const TurnRequest& request, const CacheCard& card) {
+  if (request.budget <= 0 || card.token_ids_size() <= request.budget) return {};
+  return Err(Code::kExhausted, Reason::kTooLong, "context '{}' has {} tokens, the budget is {}", request.inherits,
+             card.token_ids_size(), request.budget);
 }
 
 }  // namespace
@@ -159,7 +175,8 @@ Status PublishContext(BrokerClient& broker, const Context& context, const Publis
   return published;
 }
 
-Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name, Trace* trace) {
+Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name, Trace* trace,
+                             const WarmSegments* warm) {
   Result<AttachedContext> attached = [&] {
     const TraceSpan span(trace, "fetch");
     return broker.Attach(id_or_name);
@@ -167,13 +184,37 @@ Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name
   if (!attached) return tl::unexpected(std::move(attached).error());
   const TraceSpan span(trace, "map");
   const uint64_t lease = attached->lease;
-  auto context = OpenContext(*std::move(attached), broker.broker_uid());
+  auto context = OpenContext(*std::move(attached), broker.broker_uid(), warm);
   if (!context) (void)broker.ReleaseLease(lease);
   return context;
 }
 
-Agent::Agent(std::shared_ptr<const Model> model, std::unique_ptr<Sequence> sequence, BrokerClient* broker)
-    : model_(std::move(model)), sequence_(std::move(sequence)), broker_(broker), vocab_(*model_) {}
+Result<uint64_t> WarmSegments::Add(BrokerClient& broker, const std::string& id_or_name, int threads) {
+  QKV_ASSIGN_OR_RETURN(const Context context, FetchContext(broker, id_or_name, nullptr, this));
+  (void)broker.ReleaseLease(context.lease);
+  uint64_t bytes = 0;
+  for (const auto& segment : context.segments) {
+    if (segments_.contains(segment->digest())) continue;
+    QKV_RETURN_IF_ERROR(segment->Verify(0, segment->pages().size(), threads));  // touches all of it
+    bytes += segment->bytes();
+    segments_[segment->digest()] = segment;
+  }
+  return bytes;
+}
+
+std::shared_ptr<const Segment> WarmSegments::Find(const std::string& digest) const {
+  const auto found = segments_.find(digest);
+  return found == segments_.end() ? nullptr : found->second;
+}
+
+Agent::Agent(std::shared_ptr<const Model> model, std::unique_ptr<Sequence> sequence, BrokerClient* broker,
+             const WarmSegments* warm)
+    : model_(std::move(model)), sequence_(std::move(sequence)), broker_(broker), warm_(warm), vocab_(*model_) {}
+
+Agent::~Agent() {
+  if (!announced_.empty() && !broker_->lost()) (void)broker_->Remove(announced_);  // of a turn that failed
+  if (lease_ != 0 && broker_ != nullptr && !broker_->lost()) (void)broker_->ReleaseLease(lease_);
+}
 
 Status Agent::KeepAnnounced() {
   if (broker_ == nullptr || !broker_->lost()) return {};
@@ -191,10 +232,10 @@ Status Agent::KeepAnnounced() {
 
 Result<Context> Agent::Fetch(const std::string& id_or_name) {
   QKV_RETURN_IF_ERROR(KeepAnnounced());
-  auto context = FetchContext(*broker_, id_or_name, sequence_->trace());
+  auto context = FetchContext(*broker_, id_or_name, sequence_->trace(), warm_);
   if (context || context.error().code != Code::kPeerLost) return context;
   QKV_RETURN_IF_ERROR(KeepAnnounced());
-  return FetchContext(*broker_, id_or_name, sequence_->trace());
+  return FetchContext(*broker_, id_or_name, sequence_->trace(), warm_);
 }
 
 // Twice is as good as once: the same card under the same id.
@@ -225,6 +266,59 @@ Status Agent::CheckRoom(const TurnRequest& request, size_t n_context, size_t n_n
       n_context, n_new, request.max_tokens, needed, sequence_->n_ctx());
 }
 
+Status Agent::ReadTokens(std::span<const Token> tokens, TurnResult& result) {
+  const auto start = Clock::now();
+  const TraceSpan span(sequence_->trace(), "read");
+  QKV_RETURN_IF_ERROR(sequence_->Forward(tokens));
+  result.prefill_ms = MsSince(start);
+  return {};
+}
+
+Status Agent::ReadPrefix(const std::string& system) {
+  QKV_ASSIGN_OR_RETURN(const auto prefix, vocab_.SystemTurn(system));
+  if (sequence_->tokens() == prefix) return {};
+  sequence_->Clear();
+  if (prefix.empty()) return {};
+  return sequence_->Forward(prefix);
+}
+
+Status Agent::ReadBehindPrefix(const TurnRequest& request, TurnResult& result) {
+  result.mode = HandoffMode::kText;
+  const bool wanted = std::any_of(request.reads.begin(), request.reads.end(),
+                                  [](const ContextToRead& read) { return !read.context.empty(); });
+  if (wanted) {
+    result.reason = Reason::kVersion;
+    result.reason_detail = "this version cannot use a context behind another prefix (splice)";
+    result.steps_down.push_back(
+        {.from = HandoffMode::kSplice, .reason = result.reason, .detail = result.reason_detail});
+  }
+  size_t n_context = 0;
+  for (const ContextToRead& read : request.reads) {
+    if (read.on_miss == OnMiss::kFail && !read.context.empty()) {
+      return Err(Code::kIncompatible, result.reason, "{}", result.reason_detail);
+    }
+    if (read.history.empty()) {
+      return Err(Code::kInvalidArgument, result.reason, "{}; and there is no text to fall back to",
+                 result.reason_detail);
+    }
+    n_context += read.history.size();
+  }
+  if (!request.system.empty()) {
+    // In a call of its own, whether it was read ahead or not: where calls end is part of the result.
+    QKV_RETURN_IF_ERROR(ReadPrefix(request.system));
+  }
+  QKV_ASSIGN_OR_RETURN(const auto prompt, TurnTokens(request, false));
+  QKV_RETURN_IF_ERROR(CheckRoom(request, sequence_->tokens().size() + n_context, prompt.size()));
+  std::vector<Token> tokens;
+  for (const ContextToRead& read : request.reads) {
+    tokens.insert(tokens.end(), read.history.begin(), read.history.end());
+  }
+  tokens.insert(tokens.end(), prompt.begin(), prompt.end());
+  QKV_RETURN_IF_ERROR(ReadTokens(tokens, result));
+  result.tokens_recomputed = sequence_->stats().tokens_recomputed;
+  return {};
+}
+
 Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, TurnResult& result) {
   const auto start = Clock::now();
   if (broker_ == nullptr) {
@@ -238,15 +332,15 @@ Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, Tu
     const bool same_tokens = card.model().tokenizer_digest() == model_->identity().tokenizer_digest();
     if (history.empty() && same_tokens) history.assign(card.token_ids().begin(), card.token_ids().end());
     QKV_ASSIGN_OR_RETURN(const auto tokens, TurnTokens(request, false));
-    Status attached = sequence_->Attach(context);
+    Status attached = CheckBudget(request, card);
+    if (attached) attached = sequence_->Attach(context);
     result.attach_ms = MsSince(start);
     if (!attached) {
       result.steps_down.front().mismatches = CompareCard(card, model_->identity());
       return attached;
     }
     QKV_RETURN_IF_ERROR(CheckRoom(request, sequence_->tokens().size(), tokens.size()));
-    const TraceSpan span(sequence_->trace(), "read");
-    return sequence_->Forward(tokens);  // verifies the pages first
+    return ReadTokens(tokens, result);  // verifies the pages first
   };
   const Status status = read();
   // The lease says what this agent holds: of contexts that it goes on from one after the other, the last.
@@ -261,6 +355,7 @@ Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, Tu
 }
 
 Status Agent::Read(const TurnRequest& request, TurnResult& result) {
+  if (!request.reads.empty()) return ReadBehindPrefix(request, result);
   std::vector<Token> history = request.history;
   if (!request.inherits.empty()) {
     result.steps_down.emplace_back();
@@ -295,8 +390,7 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
   if (result.mode == HandoffMode::kText) sequence_->Clear();
   history.insert(history.end(), tokens.begin(), tokens.end());
   const int64_t before = sequence_->stats().tokens_recomputed;
-  const TraceSpan span(sequence_->trace(), "read");
-  QKV_RETURN_IF_ERROR(sequence_->Forward(history));
+  QKV_RETURN_IF_ERROR(ReadTokens(history, result));
   result.tokens_recomputed = sequence_->stats().tokens_recomputed - before;
   return {};
 }
@@ -315,11 +409,51 @@ void Agent::Report(const TurnRequest& request, const TurnResult& result, bool fa
                          .ttft_seconds = result.ttft_ms / 1e3});
 }
 
+Status Agent::PublishTurn(const TurnRequest& request, TurnResult& result) {
+  const auto start = Clock::now();
+  const TraceSpan span(sequence_->trace(), "publish");
+  if (broker_ == nullptr) {
+    return Err(Code::kInvalidArgument, "there is no broker to publish '{}' to", request.publish_as);
+  }
+  Sequence::PublishInfo info;
+  info.name = request.publish_as;
+  info.agent = request.agent;
+  info.sampler = request.sampling.Describe();
+  info.seed = request.sampling.seed;
+  QKV_ASSIGN_OR_RETURN(Context context, sequence_->Publish(info));
+  const std::string id = context.card.id();
+  PublishOptions options{.ttl = request.publish_ttl, .pin = request.publish_pinned};
+  if (request.encrypt || encrypted_) {
+    QKV_ASSIGN_OR_RETURN(options.key, SecretKey::Generate());
+  }
+  QKV_RETURN_IF_ERROR(Publish(std::move(context), std::move(options)));
+  result.context_id = id;
+  if (!announced_.empty()) (void)broker_->Remove(std::exchange(announced_, ""));
+  result.publish_ms = MsSince(start);
+  return {};
+}
+
+// Whatever fails here is only not ready ahead of time.
+void Agent::Announce(const TurnRequest& request) {
+  const int n_tokens = sequence_->sealed_tokens();
+  // What will be encrypted is not shown before.
+  if (broker_ == nullptr || request.encrypt || encrypted_ || n_tokens <= announced_tokens_) return;
+  announced_tokens_ = n_tokens;
+  Sequence::PublishInfo info;
+  info.agent = request.agent;
+  const Context context = sequence_->Sealed(info);
+  if (!PublishContext(*broker_, context)) return;
+  if (!announced_.empty()) (void)broker_->Remove(announced_);
+  announced_ = context.card.id();
+  request.on_announced(announced_, n_tokens);
+}
+
 Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bool(std::string_view)>& on_text) {
   const auto start = Clock::now();
   TurnResult result;
+  announced_tokens_ = 0;
   if (Status status = Read(request, result); !status) {
-    if (!request.inherits.empty()) Report(request, result, /*failed=*/true);
+    if (!request.inherits.empty() || !request.reads.empty()) Report(request, result, /*failed=*/true);
     return tl::unexpected(std::move(status).error());
   }
 
@@ -345,7 +479,9 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
       first_token = Clock::now();
       result.ttft_ms = MsSince(start);
       if (sequence_->trace() != nullptr) sequence_->trace()->Add("first_token", start, first_token);
+      result.first_token_at_ms = SteadyMs(first_token);
     }
+    result.last_token_at_ms = SteadyMs(Clock::now());
     if (vocab_.IsEndOfGeneration(token) && !request.ignore_eos) {
       result.stopped_by_eos = true;
       break;
@@ -353,6 +489,7 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
     result.output_tokens.push_back(token);
     pending = true;
     emit(stream.Push(token));
+    if (request.on_announced && i % kAnnounceEvery == 0) Announce(request);
   }
   emit(stream.Finish());
   if (request.digest_logits) {
@@ -364,24 +501,11 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
   result.context_tokens = sequence_->tokens();
   if (pending) result.context_tokens.push_back(result.output_tokens.back());
   if (!request.publish_as.empty()) {
-    const auto publish_start = Clock::now();
-    const TraceSpan span(sequence_->trace(), "publish");
-    if (broker_ == nullptr)
-      return Err(Code::kInvalidArgument, "there is no broker to publish '{}' to", request.publish_as);
     if (pending) QKV_RETURN_IF_ERROR(sequence_->Forward({&result.output_tokens.back(), 1}));
-    Sequence::PublishInfo info;
-    info.name = request.publish_as;
-    info.agent = request.agent;
-    info.sampler = request.sampling.Describe();
-    info.seed = request.sampling.seed;
-    QKV_ASSIGN_OR_RETURN(Context context, sequence_->Publish(info));
-    result.context_id = context.card.id();
-    PublishOptions options{.ttl = request.publish_ttl, .pin = request.publish_pinned};
-    if (request.encrypt || encrypted_) {
-      QKV_ASSIGN_OR_RETURN(options.key, SecretKey::Generate());
+    if (const Status published = PublishTurn(request, result); !published) {
+      if (!request.publish_may_fail) return tl::unexpected(published.error());
+      result.publish_error = published.error().message;
     }
-    QKV_RETURN_IF_ERROR(Publish(std::move(context), std::move(options)));
-    result.publish_ms = MsSince(publish_start);
   }
   const Sequence::Stats& stats = sequence_->stats();
   result.own_kv_bytes = stats.own_kv_bytes + stats.tail_bytes;

@@ -4,12 +4,14 @@
 
 // One agent's turn from the outside: take over a context (or not), read the prompt, generate, publish. The ladder of
 // DESIGN §8 is here: attach, else text, each step down with a reason. Used by `generate`, `publish`, `attach` and by the
-// agent processes of a flow. One thread; blocks; every wait on a broker has that client's deadline.
+// worker processes of a flow. One thread; blocks; every wait on a broker has that client's deadline.
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -32,6 +34,13 @@ struct StepDown {
   std::vector<FieldMismatch> mismatches;  // between card and model, if that was it
 };
 
+// A context to be used behind an own prefix.
+struct ContextToRead {
+  std::string context;         // id or name at the broker; empty: text is wanted
+  std::vector<Token> history;  // its tokens, for the text fallback
+  OnMiss on_miss = OnMiss::kText;
+};
+
 struct TurnRequest {
   std::string system;  // only for a conversation's first turn
   std::string prompt;  // empty: go on without a new turn
@@ -47,12 +56,21 @@ struct TurnRequest {
   // … and what was read so far as tokens of this model's vocabulary, for the text fallback (and for a text handoff when
   // `inherits` is empty). Without it the fallback reads the card's tokens.
   std::vector<Token> history;
+  int64_t budget = 0;  // most tokens to take over; a longer context is a miss (too_long). 0: any
+
+  // Or: contexts to read in this order behind the system message, before the prompt. Not together with `inherits`.
+  std::vector<ContextToRead> reads;
 
   std::string publish_as;                    // publish the context after the turn under this name; empty: don't
   std::chrono::milliseconds publish_ttl{0};  // 0: until removed or evicted
   bool publish_pinned = false;
+  bool publish_may_fail = false;  // then the result says why, and the turn counts all the same
   bool encrypt = false;  // publish it encrypted, under a key of its own; what goes on from an encrypted one always is
   std::string agent;     // for the card
+
+  // Called while text is generated, when more of the context has come to be in sealed segments: the beginning that is can
+  // be had at the broker under this id until the whole is published, or the next one announced. Needs `publish_as`.
+  std::function<void(const std::string& context_id, int64_t n_tokens)> on_announced;
 };
 
 struct TurnResult {
@@ -70,17 +88,42 @@ struct TurnResult {
   int64_t tokens_recomputed = 0;  // prompt tokens read in this turn (not the generated ones)
   double attach_ms = 0;           // broker round trip, card, mapping, compatibility
   double ttft_ms = 0;             // from the start of the turn to the first token, attach included
+  double prefill_ms = 0;          // of which reading the prompt, pages checked before their first use included
   double decode_ms = 0;           // from the first token to the last
   double publish_ms = 0;
-  std::string context_id;     // of what was published
+  // When, by the steady clock, which all processes of a machine share; 0: no token.
+  double first_token_at_ms = 0;
+  double last_token_at_ms = 0;
+  std::string context_id;     // of what was published; empty: nothing was, or it failed
+  std::string publish_error;  // why it failed
   uint64_t kv_bytes = 0;      // all pages and tail that this context reads
   uint64_t own_kv_bytes = 0;  // of which this process wrote
 };
 
+// Segments of contexts that a later turn will go on from, mapped, checked and faulted in ahead of it. One thread.
+class WarmSegments {
+ public:
+  // Fetches a context, keeps its segments, lets its lease go. Returns the bytes that were not here before. What cannot be
+  // had, or fails its check, is not kept. Errors: FetchContext's and Segment::Verify's.
+  Result<uint64_t> Add(BrokerClient& broker, const std::string& id_or_name, int threads);
+  // The kept one of the same content, or null.
+  std::shared_ptr<const Segment> Find(const std::string& digest) const;
+  void Clear() { segments_.clear(); }
+
+ private:
+  std::map<std::string, std::shared_ptr<const Segment>> segments_;  // by digest; every page checked
+};
+
 class Agent {
  public:
-  // `broker` may be null when no turn inherits or publishes. Both must outlive the agent.
-  Agent(std::shared_ptr<const Model> model, std::unique_ptr<Sequence> sequence, BrokerClient* broker);
+  // `broker` may be null when no turn inherits or publishes, `warm` when nothing was prepared. All must outlive the
+  // agent.
+  Agent(std::shared_ptr<const Model> model, std::unique_ptr<Sequence> sequence, BrokerClient* broker,
+        const WarmSegments* warm = nullptr);
+  ~Agent();  // lets its lease go
+
+  // Ahead of a turn with `reads`: reads the system message, as Run would first. Does nothing when that is done already.
+  Status ReadPrefix(const std::string& system);
 
   // `on_text`: text as it becomes complete; returning false stops generating (the result is still whole). After an error
   // of taking over with OnMiss::kFail, the agent's context is what it was before. The broker, if it is there, is told how
@@ -103,6 +146,11 @@ class Agent {
   // Attach, or fall back to reading history and prompt; fills in the result's handoff fields.
   Status Read(const TurnRequest& request, TurnResult& result);
   void Report(const TurnRequest& request, const TurnResult& result, bool failed);
+  // The same for a request with `reads`.
+  Status ReadBehindPrefix(const TurnRequest& request, TurnResult& result);
+  Status ReadTokens(std::span<const Token> tokens, TurnResult& result);
+  Status PublishTurn(const TurnRequest& request, TurnResult& result);
+  void Announce(const TurnRequest& request);
 
   std::shared_ptr<const Model> model_;
   std::unique_ptr<Sequence> sequence_;
@@ -111,6 +159,7 @@ class Agent {
   Status Publish(Context context, PublishOptions options);
 
   BrokerClient* broker_;
+  const WarmSegments* warm_;
   uint64_t lease_ = 0;      // of the context attached last
   bool encrypted_ = false;  // what was read came encrypted
   struct Published {
@@ -119,6 +168,8 @@ class Agent {
     std::chrono::system_clock::time_point expires;  // if options.ttl says so
   };
   std::optional<Published> published_;  // last
+  std::string announced_;               // the context announced last; empty: none is at the broker
+  int announced_tokens_ = 0;
   Vocab vocab_;
 };
 
@@ -127,6 +178,7 @@ class Agent {
 // PublishContext's error is the broker's. With a key in `options`, card and segments are encrypted with it on the way
 // out; FetchContext decrypts what comes encrypted, into memory of this process.
 Status PublishContext(BrokerClient& broker, const Context& context, const PublishOptions& options = {});
-Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name, Trace* trace = nullptr);
+Result<Context> FetchContext(BrokerClient& broker, const std::string& id_or_name, Trace* trace = nullptr,
+                             const WarmSegments* warm = nullptr);
 
 }  // namespace qkv

@@ -22,6 +22,25 @@ double MsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
+// Pages one after the other, as spans: runs of pages of which only the last may be used in part.
+class SpanBuilder {
+ public:
+  void Add(const std::shared_ptr<const Segment>& segment, size_t page, int tokens) {
+    const bool goes_on = !spans_.empty() && spans_.back().segment == segment &&
+                         spans_.back().first_page + spans_.back().n_pages == page &&
+                         last_tokens_ == segment->pages()[page - 1].tokens;
+    if (!goes_on) spans_.push_back({segment, page, 0, 0});
+    spans_.back().n_pages += 1;
+    spans_.back().n_tokens += tokens;
+    last_tokens_ = tokens;
+  }
+  std::vector<SegmentSpan> Take() { return std::move(spans_); }
+
+ private:
+  std::vector<SegmentSpan> spans_;
+  int last_tokens_ = 0;  // used of the last page
+};
+
 }  // namespace
 
 void PagedKv::AlignedFree::operator()(std::byte* p) const {
@@ -236,19 +255,25 @@ Result<std::vector<SegmentSpan>> PagedKv::SealAll() {
   RebuildRefs();
   if (!settled) return tl::unexpected(settled.error());
   if (writer_ != nullptr) QKV_RETURN_IF_ERROR(SealWriter());
-  std::vector<SegmentSpan> spans;
-  for (size_t i = 0; i < records_.size(); ++i) {
-    PageRecord& record = records_[i];
+  SpanBuilder spans;
+  for (PageRecord& record : records_) {
     if (record.writer_serial >= 0) record.segment = sealed_[std::exchange(record.writer_serial, -1)];
-    // A span is a run of pages of which only the last may be used in part.
-    const bool goes_on = i > 0 && records_[i - 1].segment == record.segment &&
-                         records_[i - 1].page + 1 == record.page &&
-                         records_[i - 1].tokens == record.segment->pages()[record.page - 1].tokens;
-    if (!goes_on) spans.push_back({record.segment, record.page, 0, 0});
-    spans.back().n_pages += 1;
-    spans.back().n_tokens += record.tokens;
+    spans.Add(record.segment, record.page, record.tokens);
   }
-  return spans;
+  return spans.Take();
+}
+
+std::vector<SegmentSpan> PagedKv::SealedPrefix() const {
+  // With no job to do, the encoder leaves sealed_ alone.
+  std::lock_guard lock(mutex_);
+  SpanBuilder spans;
+  if (!jobs_.empty()) return {};
+  for (const PageRecord& record : records_) {
+    const auto serial = static_cast<size_t>(std::max(record.writer_serial, 0));
+    if (record.segment == nullptr && serial >= sealed_.size()) break;
+    spans.Add(record.segment != nullptr ? record.segment : sealed_[serial], record.page, record.tokens);
+  }
+  return spans.Take();
 }
 
 Status PagedKv::Truncate(int n_tokens) {

@@ -71,6 +71,9 @@ class PagedKv {
   // Everything becomes sealed pages; the tail is empty afterwards.
   Result<std::vector<SegmentSpan>> SealAll();
   Status Truncate(int n_tokens);
+  // The pages from the first on that are in sealed segments already, other sequences' or own. Changes nothing. Empty also
+  // while the encoder is at work.
+  std::vector<SegmentSpan> SealedPrefix() const;
 
   uint64_t shared_bytes() const;  // pages of attached segments, referenced here
   uint64_t own_bytes() const;     // pages that this object wrote

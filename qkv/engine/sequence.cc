@@ -199,6 +199,8 @@ struct Sequence::Impl {
     return *graph;
   }
 
+  Context Describe(const std::vector<SegmentSpan>& spans, const PublishInfo& info) const;
+
   bool TailOverBudget() const { return kv->tail_bytes() > options.tail_budget_bytes; }
 
   // One graph. On error nothing has changed.
@@ -432,29 +434,25 @@ Status Sequence::Truncate(int n_tokens) {
   return {};
 }
 
-Result<Context> Sequence::Publish(const PublishInfo& info) {
-  Impl& s = *impl_;
-  if (s.tokens.empty()) return Err(Code::kInvalidArgument, "cannot publish an empty context");
-  if (!info.name.empty()) QKV_RETURN_IF_ERROR(ValidateContextName(info.name));
-  QKV_ASSIGN_OR_RETURN(const std::vector<SegmentSpan> spans, s.kv->SealAll());
-
+// The card of these spans, which hold the context's first tokens.
+Context Sequence::Impl::Describe(const std::vector<SegmentSpan>& spans, const PublishInfo& info) const {
   Context context;
   CacheCard& card = context.card;
   card.set_id(NewContextId());
   card.set_name(info.name);
-  for (const std::string& parent : s.parents) card.add_parents(parent);
+  for (const std::string& parent : parents) card.add_parents(parent);
   card.set_created_unix_ms(NowUnixMs());
   card.mutable_producer()->set_pid(::getpid());
   card.mutable_producer()->set_program("qkvshare");
   card.mutable_producer()->set_agent(info.agent);
-  *card.mutable_model() = s.model->identity();
+  *card.mutable_model() = model->identity();
   auto* format = card.mutable_format();
   format->set_segment_version(kSegmentVersion);
   format->set_page_tokens(kPageTokens);
   format->set_rotation("none");
   format->set_byte_order("little");
   format->set_cpu_features(CpuFeatures());
-  format->set_kv(ToString(s.options.kv));
+  format->set_kv(ToString(options.kv));
   uint32_t position = 0;
   for (const SegmentSpan& span : spans) {
     auto known = std::find(context.segments.begin(), context.segments.end(), span.segment);
@@ -473,13 +471,33 @@ Result<Context> Sequence::Publish(const PublishInfo& info) {
     out->set_first_position(position);
     position += span.n_tokens;
   }
-  card.mutable_token_ids()->Add(s.tokens.begin(), s.tokens.end());
+  card.mutable_token_ids()->Add(tokens.begin(), tokens.begin() + position);
   card.mutable_mask()->set_kind(::qkvshare::v1::MaskState::CAUSAL);
   card.mutable_turn()->set_open_turn(info.open_turn);
   card.mutable_turn()->set_sampler(info.sampler);
   card.mutable_turn()->set_seed(info.seed);
-  s.parents = {card.id()};
   return context;
+}
+
+Result<Context> Sequence::Publish(const PublishInfo& info) {
+  Impl& s = *impl_;
+  if (s.tokens.empty()) return Err(Code::kInvalidArgument, "cannot publish an empty context");
+  if (!info.name.empty()) QKV_RETURN_IF_ERROR(ValidateContextName(info.name));
+  QKV_ASSIGN_OR_RETURN(const std::vector<SegmentSpan> spans, s.kv->SealAll());
+  Context context = s.Describe(spans, info);
+  s.parents = {context.card.id()};
+  return context;
+}
+
+Context Sequence::Sealed(const PublishInfo& info) const {
+  const std::vector<SegmentSpan> spans = impl_->kv->SealedPrefix();
+  return spans.empty() ? Context() : impl_->Describe(spans, info);
+}
+
+int Sequence::sealed_tokens() const {
+  int n = 0;
+  for (const SegmentSpan& span : impl_->kv->SealedPrefix()) n += span.n_tokens;
+  return n;
 }
 
 const Sequence::Stats& Sequence::stats() const {

@@ -82,6 +82,12 @@ class Sequence {
   };
   Result<Context> Publish(const PublishInfo& info);
 
+  // The beginning of this context that is in sealed segments already, as a context of its own, for readers that want to
+  // have it mapped before the whole is published. Changes nothing: what comes later is the same whether asked or not.
+  // Without tokens when nothing is sealed.
+  Context Sealed(const PublishInfo& info) const;
+  int sealed_tokens() const;
+
   // Forgets everything; attached segments are let go.
   void Clear();
 

@@ -193,6 +193,15 @@ Result<std::vector<Token>> Vocab::NextTurn(std::string_view user) const {
   return TokenizePieces(*this, FillIn(std::string_view(formatted).substr(at + kAssistantMark.size()), contents), false);
 }
 
+Result<std::vector<Token>> Vocab::SystemTurn(std::string_view system) const {
+  if (!has_chat_template()) return Tokenize(system, true, false);
+  const llama_chat_message messages[] = {{"system", kSystemMark.data()}};
+  QKV_ASSIGN_OR_RETURN(const std::string formatted, ApplyTemplate(model_.internal().chat_template, messages, false));
+  if (formatted.find(kSystemMark) == std::string::npos) return std::vector<Token>{};
+  const std::pair<std::string_view, std::string_view> contents[] = {{kSystemMark, system}};
+  return TokenizePieces(*this, FillIn(formatted, contents), true);
+}
+
 std::string TextStream::Push(Token token) {
   pending_ += vocab_.Piece(token);
   return TakeComplete(pending_);

@@ -36,6 +36,9 @@ class Vocab {
   // What follows an assistant turn that is still open (no end-of-turn token in the context): its closing, the next user
   // message, the assistant's header.
   Result<std::vector<Token>> NextTurn(std::string_view user) const;
+  // A system message alone, as it stands at the start of a conversation; no turn is open behind it. Empty when the model's
+  // template has no place for one before a user's message.
+  Result<std::vector<Token>> SystemTurn(std::string_view system) const;
   bool has_chat_template() const;
 
  private:

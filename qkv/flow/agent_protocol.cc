@@ -125,6 +125,7 @@ class Fields {
       out.push_back(std::move(event));
     }
   }
+  const Json* List(const char* key) { return Find(key, &Json::is_array, "a list"); }
   // One of an enumeration's names.
   template <class Enum, class NameOf>
   void OneOf(const char* key, Enum& out, Enum last, NameOf name_of) {
@@ -187,12 +188,25 @@ std::string_view OnMissName(OnMiss on_miss) {
 }
 
 Json ToJson(const AgentSetup& setup) {
-  return {{"type", "setup"},          {"agent", setup.agent}, {"model", setup.model},     {"socket", setup.socket},
-          {"kv", ToString(setup.kv)}, {"n_ctx", setup.n_ctx}, {"threads", setup.threads}, {"trace", setup.trace}};
+  return {{"type", "setup"}, {"model", setup.model}, {"socket", setup.socket}};
+}
+
+Json ToJson(const AgentPrepare& prepare) {
+  return {{"type", "prepare"},        {"agent", prepare.agent},     {"kv", ToString(prepare.kv)},
+          {"n_ctx", prepare.n_ctx},   {"threads", prepare.threads}, {"prefix", prepare.prefix},
+          {"system", prepare.system}, {"context", prepare.context}, {"trace", prepare.trace}};
 }
 
 Json ToJson(const AgentTurn& turn) {
+  Json reads = Json::array();
+  for (const ContextToRead& read : turn.reads) {
+    reads.push_back(Json{{"context", read.context}, {"history", read.history}, {"on_miss", OnMissName(read.on_miss)}});
+  }
   return {{"type", "turn"},
+          {"agent", turn.agent},
+          {"kv", ToString(turn.kv)},
+          {"n_ctx", turn.n_ctx},
+          {"threads", turn.threads},
           {"system", turn.system},
           {"prompt", turn.prompt},
           {"max_tokens", turn.max_tokens},
@@ -203,8 +217,13 @@ Json ToJson(const AgentTurn& turn) {
           {"seed", turn.sampling.seed},
           {"inherits", turn.inherits},
           {"on_miss", OnMissName(turn.on_miss)},
+          {"budget", turn.budget},
           {"history", turn.history},
-          {"publish_as", turn.publish_as}};
+          {"reads", std::move(reads)},
+          {"publish_as", turn.publish_as},
+          {"announce", turn.announce},
+          {"digest_logits", turn.digest_logits},
+          {"trace", turn.trace}};
 }
 
 Json ToJson(const std::vector<TraceEvent>& events) {
@@ -226,6 +245,7 @@ Json ToJson(const TurnResult& result) {
           {"output_tokens", result.output_tokens},
           {"context_tokens", result.context_tokens},
           {"stopped_by_eos", result.stopped_by_eos},
+          {"logits_digest", result.logits_digest},
           {"mode", HandoffModeName(result.mode)},
           {"reason", ReasonName(result.reason)},
           {"reason_detail", result.reason_detail},
@@ -233,11 +253,40 @@ Json ToJson(const TurnResult& result) {
           {"tokens_recomputed", result.tokens_recomputed},
           {"attach_ms", result.attach_ms},
           {"ttft_ms", result.ttft_ms},
+          {"prefill_ms", result.prefill_ms},
           {"decode_ms", result.decode_ms},
+          {"first_token_at_ms", result.first_token_at_ms},
+          {"last_token_at_ms", result.last_token_at_ms},
           {"publish_ms", result.publish_ms},
           {"context_id", result.context_id},
+          {"publish_error", result.publish_error},
           {"kv_bytes", result.kv_bytes},
           {"own_kv_bytes", result.own_kv_bytes}};
+}
+
+// What a sequence is made with.
+template <class Command>
+void ReadSequenceFields(Fields& fields, Command& command) {
+  fields.Read("agent", command.agent);
+  fields.Read("kv", command.kv);
+  fields.Read("n_ctx", command.n_ctx, 1, kMaxInt);
+  fields.Read("threads", command.threads, 1, 1024);
+  fields.Read("trace", command.trace);
+}
+
+Status ReadContexts(Fields& fields, std::vector<ContextToRead>& out) {
+  const Json* all = fields.List("reads");
+  if (all == nullptr) return fields.status();
+  for (const Json& one : *all) {
+    if (!one.is_object()) return Err(Code::kCorrupt, "agent protocol: turn: 'reads' must be a list of objects");
+    Fields inner(one, "reads");
+    ContextToRead& read = out.emplace_back();
+    inner.Read("context", read.context);
+    inner.Read("history", read.history);
+    inner.OneOf("on_miss", read.on_miss, OnMiss::kFail, OnMissName);
+    QKV_RETURN_IF_ERROR(inner.status());
+  }
+  return {};
 }
 
 TurnResult ReadTurnResult(Fields& fields) {
@@ -246,6 +295,7 @@ TurnResult ReadTurnResult(Fields& fields) {
   fields.Read("output_tokens", result.output_tokens);
   fields.Read("context_tokens", result.context_tokens);
   fields.Read("stopped_by_eos", result.stopped_by_eos);
+  fields.Read("logits_digest", result.logits_digest);
   fields.OneOf("mode", result.mode, HandoffMode::kText, HandoffModeName);
   fields.OneOf("reason", result.reason, Reason::kVersion, ReasonName);
   fields.Read("reason_detail", result.reason_detail);
@@ -253,9 +303,13 @@ TurnResult ReadTurnResult(Fields& fields) {
   fields.Read("tokens_recomputed", result.tokens_recomputed, 0, kMaxCount);
   fields.Milliseconds("attach_ms", result.attach_ms);
   fields.Milliseconds("ttft_ms", result.ttft_ms);
+  fields.Milliseconds("prefill_ms", result.prefill_ms);
   fields.Milliseconds("decode_ms", result.decode_ms);
+  fields.Milliseconds("first_token_at_ms", result.first_token_at_ms);
+  fields.Milliseconds("last_token_at_ms", result.last_token_at_ms);
   fields.Milliseconds("publish_ms", result.publish_ms);
   fields.Read("context_id", result.context_id);
+  fields.Read("publish_error", result.publish_error);
   fields.Read("kv_bytes", result.kv_bytes, 0, kMaxCount);
   fields.Read("own_kv_bytes", result.own_kv_bytes, 0, kMaxCount);
   return result;
@@ -272,6 +326,15 @@ std::string ToLine(const AgentEvent& event) {
       std::visit(Overloaded{
                      [](const AgentReady& ready) {
                        return Json{{"type", "ready"}, {"load_ms", ready.load_ms}, {"tokenizer", ready.tokenizer}};
+                     },
+                     [](const AgentPrepared& prepared) {
+                       return Json{{"type", "prepared"},
+                                   {"ms", prepared.ms},
+                                   {"prefix_tokens", prepared.prefix_tokens},
+                                   {"bytes", prepared.bytes}};
+                     },
+                     [](const AgentAnnounced& announced) {
+                       return Json{{"type", "announced"}, {"context", announced.context}, {"tokens", announced.tokens}};
                      },
                      [](const AgentProgress& progress) {
                        return Json{{"type", "progress"}, {"done", progress.done}, {"total", progress.total}};
@@ -304,16 +367,19 @@ Result<AgentCommand> ParseAgentCommand(std::string_view line) {
   AgentCommand command;
   if (type == "setup") {
     AgentSetup setup;
-    fields.Read("agent", setup.agent);
     fields.Read("model", setup.model);
     fields.Read("socket", setup.socket);
-    fields.Read("kv", setup.kv);
-    fields.Read("n_ctx", setup.n_ctx, 1, kMaxInt);
-    fields.Read("threads", setup.threads, 1, 1024);
-    fields.Read("trace", setup.trace);
     command = std::move(setup);
+  } else if (type == "prepare") {
+    AgentPrepare prepare;
+    ReadSequenceFields(fields, prepare);
+    fields.Read("prefix", prepare.prefix);
+    fields.Read("system", prepare.system);
+    fields.Read("context", prepare.context);
+    command = std::move(prepare);
   } else if (type == "turn") {
     AgentTurn turn;
+    ReadSequenceFields(fields, turn);
     fields.Read("system", turn.system);
     fields.Read("prompt", turn.prompt);
     fields.Read("max_tokens", turn.max_tokens, 1, kMaxInt);
@@ -324,8 +390,12 @@ Result<AgentCommand> ParseAgentCommand(std::string_view line) {
     fields.Read("seed", turn.sampling.seed, 0, std::numeric_limits<uint32_t>::max());
     fields.Read("inherits", turn.inherits);
     fields.OneOf("on_miss", turn.on_miss, OnMiss::kFail, OnMissName);
+    fields.Read("budget", turn.budget, 0, kMaxInt);
     fields.Read("history", turn.history);
+    QKV_RETURN_IF_ERROR(ReadContexts(fields, turn.reads));
     fields.Read("publish_as", turn.publish_as);
+    fields.Read("announce", turn.announce);
+    fields.Read("digest_logits", turn.digest_logits);
     command = std::move(turn);
   } else {
     return Err(Code::kCorrupt, "agent protocol: expected a command, found type '{}'", Shown(type));
@@ -347,6 +417,17 @@ Result<AgentEvent> ParseAgentEvent(std::string_view line) {
     fields.Milliseconds("load_ms", ready.load_ms);
     fields.Read("tokenizer", ready.tokenizer);
     event = std::move(ready);
+  } else if (type == "prepared") {
+    AgentPrepared prepared;
+    fields.Milliseconds("ms", prepared.ms);
+    fields.Read("prefix_tokens", prepared.prefix_tokens, 0, kMaxCount);
+    fields.Read("bytes", prepared.bytes, 0, kMaxCount);
+    event = prepared;
+  } else if (type == "announced") {
+    AgentAnnounced announced;
+    fields.Read("context", announced.context);
+    fields.Read("tokens", announced.tokens, 0, kMaxCount);
+    event = std::move(announced);
   } else if (type == "progress") {
     AgentProgress progress;
     fields.Read("done", progress.done, 0, kMaxCount);

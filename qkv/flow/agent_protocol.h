@@ -2,14 +2,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the runner of a flow and an agent's process say to each other: one JSON object per line, the runner's on the
-// process's stdin, the process's on its stdout.
+// What the runner of a flow and a worker process say to each other: one JSON object per line, the runner's on the
+// process's stdin, the process's on its stdout. A worker runs agents of one model, one turn after the other.
 //
-//   runner: setup                                   turn                      (hang-up: exit)
-//   agent:          … loads the model …     ready         text* done | error
+//   runner: setup                                  (prepare* turn)*                    (hang-up: exit)
+//   worker:       … loads the model …     ready    prepared* progress* (text | announced)* (done | error)
 //
-// Both ends are of one version (the runner starts its own executable), so there is no version field. Pure functions,
-// any thread; the lines may come from anybody: every parser checks types, ranges, depth and length. Errors: kCorrupt.
+// After an error instead of ready the worker exits; after an error of a turn it takes the next one. Both ends are of one
+// version (the runner starts its own executable), so there is no version field. Pure functions, any thread; the lines may
+// come from anybody: every parser checks types, ranges, depth and length. Errors: kCorrupt.
 
 #include <cstddef>
 #include <cstdint>
@@ -27,32 +28,57 @@ inline constexpr size_t kMaxAgentLineBytes = size_t{64} << 20;
 
 // To load a model and reach the broker.
 struct AgentSetup {
-  std::string agent;
   std::string model;   // path
-  std::string socket;  // the broker's; empty: this agent neither inherits nor publishes
+  std::string socket;  // the broker's; empty: nobody here inherits or publishes
+};
+
+// What an agent's turn will need, ahead of it.
+struct AgentPrepare {
+  std::string agent;
   CodecPair kv;
   int n_ctx = 4096;
   int threads = 2;
-  bool trace = false;  // record stages
+  bool prefix = false;  // read `system` as the agent's own prefix
+  std::string system;
+  std::string context;  // map and check what there is of this context; empty: none
+  bool trace = false;   // record stages
 };
 
 // What to do; TurnRequest's fields of the same names.
 struct AgentTurn {
+  std::string agent;
+  CodecPair kv;  // of the pages that this agent writes
+  int n_ctx = 4096;
+  int threads = 2;
   std::string system;
   std::string prompt;
   int max_tokens = 256;
   Sampling sampling;
   std::string inherits;
   OnMiss on_miss = OnMiss::kText;
+  int64_t budget = 0;
   std::vector<Token> history;
+  std::vector<ContextToRead> reads;
   std::string publish_as;
+  bool announce = false;  // tell what is sealed while the turn goes on
+  bool digest_logits = false;
+  bool trace = false;
 };
 
-using AgentCommand = std::variant<AgentSetup, AgentTurn>;
+using AgentCommand = std::variant<AgentSetup, AgentPrepare, AgentTurn>;
 
 struct AgentReady {
   double load_ms = 0;
   std::string tokenizer;  // digest; token ids mean the same to agents with the same one
+};
+struct AgentPrepared {
+  double ms = 0;
+  int64_t prefix_tokens = 0;  // read
+  uint64_t bytes = 0;         // of pages mapped and checked
+};
+struct AgentAnnounced {  // the context's beginning can be had already
+  std::string context;
+  int64_t tokens = 0;
 };
 struct AgentProgress {  // of reading a prompt that takes more than one batch
   int64_t done = 0;
@@ -69,7 +95,8 @@ struct AgentFailed {
   Error error;
 };
 
-using AgentEvent = std::variant<AgentReady, AgentProgress, AgentText, AgentDone, AgentFailed>;
+using AgentEvent =
+    std::variant<AgentReady, AgentPrepared, AgentAnnounced, AgentProgress, AgentText, AgentDone, AgentFailed>;
 
 // One line, its newline included. Bytes that are not UTF-8 are replaced by U+FFFD.
 std::string ToLine(const AgentCommand& command);

@@ -31,21 +31,37 @@ std::string EventError(std::string_view line) {
 }
 
 TEST(AgentProtocol, SetupArrivesWhole) {
-  const AgentSetup sent{.agent = "writer",
-                        .model = "/m/x.gguf",
-                        .socket = "/tmp/s",
-                        .kv = {CodecId::kI8, CodecId::kI4},
-                        .n_ctx = 1234,
-                        .threads = 7,
-                        .trace = true};
-  const AgentSetup got = There(sent, ParseAgentCommand);
+  const AgentSetup got = There(AgentSetup{.model = "/m/x.gguf", .socket = "/tmp/s"}, ParseAgentCommand);
+  EXPECT_EQ(got.model, "/m/x.gguf");
+  EXPECT_EQ(got.socket, "/tmp/s");
+}
+
+TEST(AgentProtocol, PrepareArrivesWhole) {
+  const AgentPrepare sent{.agent = "writer",
+                          .kv = {CodecId::kI8, CodecId::kI4},
+                          .n_ctx = 1234,
+                          .threads = 7,
+                          .prefix = true,
+                          .system = "be brief",
+                          .context = "0123",
+                          .trace = true};
+  const AgentPrepare got = There(sent, ParseAgentCommand);
   EXPECT_EQ(got.agent, sent.agent);
-  EXPECT_EQ(got.model, sent.model);
-  EXPECT_EQ(got.socket, sent.socket);
   EXPECT_EQ(got.kv, sent.kv);
   EXPECT_EQ(got.n_ctx, sent.n_ctx);
   EXPECT_EQ(got.threads, sent.threads);
-  EXPECT_EQ(got.trace, sent.trace);
+  EXPECT_TRUE(got.prefix);
+  EXPECT_EQ(got.system, sent.system);
+  EXPECT_EQ(got.context, sent.context);
+  EXPECT_TRUE(got.trace);
+}
+
+TEST(AgentProtocol, PreparedArrivesWhole) {
+  const AgentPrepared got =
+      There(AgentPrepared{.ms = 1.5, .prefix_tokens = 40, .bytes = uint64_t{5} << 32}, ParseAgentEvent);
+  EXPECT_EQ(got.ms, 1.5);
+  EXPECT_EQ(got.prefix_tokens, 40);
+  EXPECT_EQ(got.bytes, uint64_t{5} << 32);
 }
 
 TEST(AgentProtocol, TurnArrivesWhole) {
@@ -58,6 +74,15 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   sent.on_miss = OnMiss::kFail;
   sent.history = {0, 1, 2147483647};
   sent.publish_as = "flow-1.writer";
+  sent.agent = "writer";
+  sent.kv = {CodecId::kI8, CodecId::kI4};
+  sent.n_ctx = 1234;
+  sent.threads = 7;
+  sent.budget = 99;
+  sent.announce = true;
+  sent.trace = true;
+  sent.digest_logits = true;
+  sent.reads = {{"4567", {4, 5}, OnMiss::kFail}, {"", {6}, OnMiss::kText}};
   const AgentTurn got = There(sent, ParseAgentCommand);
   EXPECT_EQ(got.system, sent.system);
   EXPECT_EQ(got.prompt, sent.prompt);
@@ -71,6 +96,25 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   EXPECT_EQ(got.on_miss, sent.on_miss);
   EXPECT_EQ(got.history, sent.history);
   EXPECT_EQ(got.publish_as, sent.publish_as);
+  EXPECT_EQ(got.agent, sent.agent);
+  EXPECT_EQ(got.kv, sent.kv);
+  EXPECT_EQ(got.n_ctx, sent.n_ctx);
+  EXPECT_EQ(got.threads, sent.threads);
+  EXPECT_EQ(got.budget, sent.budget);
+  EXPECT_TRUE(got.announce);
+  EXPECT_TRUE(got.trace);
+  EXPECT_TRUE(got.digest_logits);
+  ASSERT_EQ(got.reads.size(), 2u);
+  EXPECT_EQ(got.reads[0].context, "4567");
+  EXPECT_EQ(got.reads[0].history, sent.reads[0].history);
+  EXPECT_EQ(got.reads[0].on_miss, OnMiss::kFail);
+  EXPECT_EQ(got.reads[1].on_miss, OnMiss::kText);
+}
+
+TEST(AgentProtocol, AnnouncedArrivesWhole) {
+  const AgentAnnounced got = There(AgentAnnounced{.context = "0123", .tokens = 1400}, ParseAgentEvent);
+  EXPECT_EQ(got.context, "0123");
+  EXPECT_EQ(got.tokens, 1400);
 }
 
 TEST(AgentProtocol, DoneArrivesWhole) {
@@ -79,6 +123,7 @@ TEST(AgentProtocol, DoneArrivesWhole) {
   sent.output_tokens = {5, 6};
   sent.context_tokens = {1, 2, 3, 5, 6};
   sent.stopped_by_eos = true;
+  sent.logits_digest = "0f";
   sent.mode = HandoffMode::kText;
   sent.reason = Reason::kChecksum;
   sent.reason_detail = "page 3";
@@ -86,7 +131,11 @@ TEST(AgentProtocol, DoneArrivesWhole) {
   sent.tokens_recomputed = 2;
   sent.attach_ms = 0.25;
   sent.ttft_ms = 12.5;
+  sent.prefill_ms = 11.5;
   sent.decode_ms = 100;
+  sent.first_token_at_ms = 123456789.25;
+  sent.last_token_at_ms = 123456999.75;
+  sent.publish_error = "the broker is gone";
   sent.publish_ms = 1.0 / 3;
   sent.context_id = "abc";
   sent.kv_bytes = uint64_t{1} << 40;
@@ -96,6 +145,7 @@ TEST(AgentProtocol, DoneArrivesWhole) {
   EXPECT_EQ(got.output_tokens, sent.output_tokens);
   EXPECT_EQ(got.context_tokens, sent.context_tokens);
   EXPECT_EQ(got.stopped_by_eos, sent.stopped_by_eos);
+  EXPECT_EQ(got.logits_digest, sent.logits_digest);
   EXPECT_EQ(got.mode, sent.mode);
   EXPECT_EQ(got.reason, sent.reason);
   EXPECT_EQ(got.reason_detail, sent.reason_detail);
@@ -103,7 +153,11 @@ TEST(AgentProtocol, DoneArrivesWhole) {
   EXPECT_EQ(got.tokens_recomputed, sent.tokens_recomputed);
   EXPECT_EQ(got.attach_ms, sent.attach_ms);
   EXPECT_EQ(got.ttft_ms, sent.ttft_ms);
+  EXPECT_EQ(got.prefill_ms, sent.prefill_ms);
   EXPECT_EQ(got.decode_ms, sent.decode_ms);
+  EXPECT_EQ(got.first_token_at_ms, sent.first_token_at_ms);
+  EXPECT_EQ(got.last_token_at_ms, sent.last_token_at_ms);
+  EXPECT_EQ(got.publish_error, sent.publish_error);
   EXPECT_EQ(got.publish_ms, sent.publish_ms);
   EXPECT_EQ(got.context_id, sent.context_id);
   EXPECT_EQ(got.kv_bytes, sent.kv_bytes);
@@ -215,7 +269,8 @@ TEST(AgentProtocol, SurvivesArbitraryAndDamagedLines) {
     (void)ParseAgentEvent(line);
     (void)ParseAgentCommand(line);
   }));
-  const std::string lines[] = {ToLine(AgentDone{}), ToLine(AgentTurn{}), ToLine(AgentSetup{}), ToLine(AgentFailed{})};
+  const std::string lines[] = {ToLine(AgentDone{}), ToLine(AgentTurn{.reads = {{"x", {1}, OnMiss::kFail}}}),
+                               ToLine(AgentPrepare{}), ToLine(AgentSetup{}), ToLine(AgentFailed{})};
   for (const std::string& line : lines) {
     for (size_t i = 0; i < line.size(); ++i) {
       for (char c : {'"', '{', '[', '9', '-', '\0', '\xff', ','}) {

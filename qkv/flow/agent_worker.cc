@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "qkv/base/fd.h"
@@ -21,6 +22,11 @@
 
 namespace qkv {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+double MsSince(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
 
 class Channel {
  public:
@@ -56,15 +62,6 @@ class Channel {
     return true;
   }
 
-  template <class Command>
-  Result<Command> ReadCommand() {
-    const std::optional<std::string> line = ReadLine();
-    if (!line) return Err(Code::kPeerLost, "agent worker: the runner hung up");
-    QKV_ASSIGN_OR_RETURN(AgentCommand command, ParseAgentCommand(*line));
-    if (auto* wanted = std::get_if<Command>(&command)) return std::move(*wanted);
-    return Err(Code::kCorrupt, "agent worker: a command out of turn");
-  }
-
  private:
   const int in_fd_;
   const int out_fd_;
@@ -72,46 +69,123 @@ class Channel {
   size_t scanned_ = 0;
 };
 
-Status Serve(Channel& channel) {
-  QKV_ASSIGN_OR_RETURN(const AgentSetup setup, channel.ReadCommand<AgentSetup>());
-  const auto start = std::chrono::steady_clock::now();
-  QKV_ASSIGN_OR_RETURN(const std::shared_ptr<const Model> model, Model::Load(setup.model));
-  SequenceOptions options = {.n_ctx = setup.n_ctx, .n_threads = setup.threads, .kv = setup.kv};
-  Trace trace(setup.agent);
-  if (setup.trace) options.trace = &trace;
-  options.on_progress = [&channel](size_t done, size_t total) {
-    channel.Send(AgentProgress{static_cast<int64_t>(done), static_cast<int64_t>(total)});
-  };
-  QKV_ASSIGN_OR_RETURN(auto sequence, Sequence::Create(model, options));
-  std::unique_ptr<BrokerClient> broker;
-  if (!setup.socket.empty()) {
-    QKV_ASSIGN_OR_RETURN(broker, BrokerClient::Connect(setup.socket));
-  }
-  // Digests are made at the first use; here nobody waits for them yet.
-  const std::string tokenizer = model->identity().tokenizer_digest();
-  Agent agent(model, std::move(sequence), broker.get());
-  const std::chrono::duration<double, std::milli> load = std::chrono::steady_clock::now() - start;
-  channel.Send(AgentReady{.load_ms = load.count(), .tokenizer = tokenizer});
+class Worker {
+ public:
+  explicit Worker(Channel& channel) : channel_(channel) {}
 
-  QKV_ASSIGN_OR_RETURN(const AgentTurn turn, channel.ReadCommand<AgentTurn>());
-  TurnRequest request;
-  request.system = turn.system;
-  request.prompt = turn.prompt;
-  request.max_tokens = turn.max_tokens;
-  request.sampling = turn.sampling;
-  request.inherits = turn.inherits;
-  request.on_miss = turn.on_miss;
-  request.history = turn.history;
-  request.publish_as = turn.publish_as;
-  request.agent = setup.agent;
-  QKV_ASSIGN_OR_RETURN(TurnResult result, agent.Run(request, [&](std::string_view piece) {
-    return channel.Send(AgentText{std::string(piece)});
-  }));
-  channel.Send(AgentDone{std::move(result), trace.Take()});
-  while (channel.ReadLine()) {
+  Status Serve() {
+    const std::optional<std::string> line = channel_.ReadLine();
+    if (!line) return Err(Code::kPeerLost, "agent worker: the runner hung up");
+    QKV_ASSIGN_OR_RETURN(const AgentCommand first, ParseAgentCommand(*line));
+    const auto* setup = std::get_if<AgentSetup>(&first);
+    if (setup == nullptr) return Err(Code::kCorrupt, "agent worker: a command out of turn");
+    socket_ = setup->socket;
+    const auto start = Clock::now();
+    QKV_ASSIGN_OR_RETURN(model_, Model::Load(setup->model));
+    // Digests are made at the first use; here nobody waits for them yet.
+    const std::string tokenizer = model_->identity().tokenizer_digest();
+    ConnectBroker();
+    channel_.Send(AgentReady{.load_ms = MsSince(start), .tokenizer = tokenizer});
+
+    while (const std::optional<std::string> next = channel_.ReadLine()) {
+      QKV_ASSIGN_OR_RETURN(const AgentCommand command, ParseAgentCommand(*next));
+      if (const auto* prepare = std::get_if<AgentPrepare>(&command)) {
+        Prepare(*prepare);
+      } else if (const auto* turn = std::get_if<AgentTurn>(&command)) {
+        auto result = Turn(*turn);
+        result ? channel_.Send(AgentDone{*std::move(result), trace_->Take()})
+               : channel_.Send(AgentFailed{result.error()});
+        // What was published lives on at the broker; an agent that has answered needs nothing here.
+        agent_.reset();
+        warm_.Clear();
+      } else {
+        return Err(Code::kCorrupt, "agent worker: a command out of turn");
+      }
+    }
+    return {};
   }
-  return {};
-}
+
+ private:
+  // Without a broker nothing can be taken over or published; the ladder knows what to do then.
+  void ConnectBroker() {
+    if (socket_.empty() || (broker_ != nullptr && !broker_->lost())) return;
+    agent_.reset();  // it holds the old connection
+    auto connected = BrokerClient::Connect(socket_);
+    broker_ = connected ? *std::move(connected) : nullptr;
+  }
+
+  // The agent that was made ahead, if it is the one, or a new one. Command: AgentPrepare or AgentTurn.
+  template <class Command>
+  Status MakeAgent(const Command& command) {
+    ConnectBroker();
+    const auto key = std::tuple(command.agent, ToString(command.kv), command.n_ctx, command.threads);
+    if (agent_ != nullptr && key == agent_key_) return {};
+    agent_.reset();
+    trace_ = std::make_unique<Trace>(command.agent);
+    SequenceOptions options = {.n_ctx = command.n_ctx, .n_threads = command.threads, .kv = command.kv};
+    if (command.trace) options.trace = trace_.get();
+    options.on_progress = [this](size_t done, size_t total) {
+      if (in_turn_) channel_.Send(AgentProgress{static_cast<int64_t>(done), static_cast<int64_t>(total)});
+    };
+    QKV_ASSIGN_OR_RETURN(auto sequence, Sequence::Create(model_, options));
+    agent_ = std::make_unique<Agent>(model_, std::move(sequence), broker_.get(), &warm_);
+    agent_key_ = key;
+    return {};
+  }
+
+  // Whatever fails here fails, or is got round, in the turn itself.
+  void Prepare(const AgentPrepare& prepare) {
+    const auto start = Clock::now();
+    AgentPrepared prepared;
+    if (MakeAgent(prepare) && prepare.prefix && agent_->ReadPrefix(prepare.system)) {
+      prepared.prefix_tokens = static_cast<int64_t>(agent_->sequence().tokens().size());
+    }
+    if (!prepare.context.empty() && broker_ != nullptr) {
+      prepared.bytes = warm_.Add(*broker_, prepare.context, 1).value_or(0);
+    }
+    prepared.ms = MsSince(start);
+    channel_.Send(prepared);
+  }
+
+  Result<TurnResult> Turn(const AgentTurn& turn) {
+    QKV_RETURN_IF_ERROR(MakeAgent(turn));
+    TurnRequest request;
+    request.system = turn.system;
+    request.prompt = turn.prompt;
+    request.max_tokens = turn.max_tokens;
+    request.sampling = turn.sampling;
+    request.inherits = turn.inherits;
+    request.on_miss = turn.on_miss;
+    request.budget = turn.budget;
+    request.history = turn.history;
+    request.reads = turn.reads;
+    request.publish_as = turn.publish_as;
+    request.digest_logits = turn.digest_logits;
+    request.publish_may_fail = true;
+    request.agent = turn.agent;
+    if (turn.announce) {
+      request.on_announced = [this](const std::string& context, int64_t tokens) {
+        channel_.Send(AgentAnnounced{context, tokens});
+      };
+    }
+    in_turn_ = true;
+    auto result =
+        agent_->Run(request, [this](std::string_view piece) { return channel_.Send(AgentText{std::string(piece)}); });
+    in_turn_ = false;
+    return result;
+  }
+
+  Channel& channel_;
+  std::string socket_;
+  std::shared_ptr<const Model> model_;
+  // In this order: the agent ends before what it uses.
+  std::unique_ptr<BrokerClient> broker_;
+  WarmSegments warm_;
+  std::unique_ptr<Trace> trace_ = std::make_unique<Trace>("");  // of the agent
+  std::unique_ptr<Agent> agent_;
+  std::tuple<std::string, std::string, int, int> agent_key_;
+  bool in_turn_ = false;
+};
 
 }  // namespace
 
@@ -124,7 +198,7 @@ int RunAgentWorker(int in_fd, int out_fd) {
     out_fd = out.get();
   }
   Channel channel(in_fd, out_fd);
-  const Status status = Serve(channel);
+  const Status status = Worker(channel).Serve();
   if (status) return 0;
   channel.Send(AgentFailed{status.error()});
   return 1;

@@ -85,7 +85,7 @@ Error ErrorIn(const std::string& output) {
 
 TEST(AgentWorker, ReportsAModelThatIsNotThere) {
   for (const bool on_stdout : {false, true}) {
-    const Outcome outcome = RunWorker(ToLine(AgentSetup{.agent = "a", .model = "/nowhere/model.gguf"}), on_stdout);
+    const Outcome outcome = RunWorker(ToLine(AgentSetup{.model = "/nowhere/model.gguf"}), on_stdout);
     EXPECT_EQ(outcome.exit_status, 1);
     const Error error = ErrorIn(outcome.output);
     EXPECT_EQ(error.code, Code::kNotFound);

@@ -27,6 +27,7 @@ constexpr char kGood[] = R"(name: report
 model: models/tiny.gguf
 n_ctx: 2048
 threads: 3
+budget: 9000
 kv: [i8, "k=i8,v=i4"]
 inputs:
   topic: river mills
@@ -41,9 +42,10 @@ agents:
     top_p: 0.9
     min_p: 0.1
     kv: i4
-    on_miss: fail
+    deadline: 2.5
+    retries: 2
   - name: editor
-    inherits: writer
+    inherits: {from: writer, on_miss: fail, kv: i4, budget: 4000}
     prompt: |
       Improve this: {{ writer.output }}
 )";
@@ -87,6 +89,7 @@ TEST(FlowFile, ReadsEveryKey) {
   EXPECT_EQ(flow->model, "dir/models/tiny.gguf");
   EXPECT_EQ(flow->n_ctx, 2048);
   EXPECT_EQ(flow->threads, 3);
+  EXPECT_EQ(flow->budget, 9000);
   EXPECT_THAT(flow->kv, ElementsAre(CodecPair{CodecId::kI8, CodecId::kI8}, CodecPair{CodecId::kI8, CodecId::kI4}));
   EXPECT_EQ(flow->inputs.at("topic"), "river mills");
   ASSERT_EQ(flow->agents.size(), 2u);
@@ -100,10 +103,14 @@ TEST(FlowFile, ReadsEveryKey) {
   EXPECT_EQ(writer.sampling.top_p, 0.9f);
   EXPECT_EQ(writer.sampling.min_p, 0.1f);
   EXPECT_EQ(writer.kv, (CodecPair{CodecId::kI4, CodecId::kI4}));
-  EXPECT_EQ(writer.on_miss, OnMiss::kFail);
+  EXPECT_EQ(writer.deadline_s, 2.5);
+  EXPECT_EQ(writer.retries, 2);
+  EXPECT_EQ(writer.inherits(), "");
   const FlowAgent& editor = flow->agents[1];
-  EXPECT_EQ(editor.inherits, "writer");
-  EXPECT_EQ(editor.on_miss, OnMiss::kText);
+  EXPECT_EQ(editor.inherits(), "writer");
+  ASSERT_EQ(editor.edges.size(), 1u);
+  EXPECT_EQ(editor.edges[0].on_miss, OnMiss::kFail);
+  EXPECT_EQ(editor.edges[0].budget, 4000);
   EXPECT_FALSE(editor.kv.has_value());
   const auto graph = flow->Graph();
   EXPECT_EQ(graph[1].inherits, 0);
@@ -122,7 +129,7 @@ TEST(FlowFile, DefaultsNeedOnlyAnAgentWithAPrompt) {
 TEST(FlowFile, NullInheritsMeansNobody) {
   auto flow = ParseFlow("agents: [{name: solo, prompt: hello, inherits: null}]", "f.yaml");
   ASSERT_TRUE(flow) << flow.error().message;
-  EXPECT_EQ(flow->agents[0].inherits, "");
+  EXPECT_EQ(flow->agents[0].inherits(), "");
 }
 
 TEST(FlowFile, AgentsMayStandInAnyOrder) {
@@ -276,7 +283,7 @@ TEST(FlowFileErrors, ManyValuesAreNotBuilt) {
   for (const char* piece : {"- a\n", "- {a: b}\n", "? \n"}) {
     std::string yaml;
     while (yaml.size() + 16 < kMaxFlowFileBytes) yaml += piece;
-    EXPECT_THAT(ErrorOf(yaml), HasSubstr("more than 10000 values")) << piece;
+    EXPECT_THAT(ErrorOf(yaml), HasSubstr("more than 200000 values")) << piece;
   }
 }
 
@@ -291,7 +298,10 @@ TEST(FlowFileErrors, HugeFile) {
 TEST(FlowFileErrors, ManyAgents) {
   std::string items;
   for (size_t i = 0; i <= kMaxFlowAgents; ++i) items += fmt::format("  - {{name: a{}, prompt: x}}\n", i);
-  EXPECT_EQ(ErrorOf(Agents(items)), "f.yaml:2:3: agents: more than 64");
+  EXPECT_EQ(ErrorOf(Agents(items)), "f.yaml:2:3: agents: more than 4096");
+  EXPECT_EQ(ErrorOf("inputs: {all: [x, x, x, x]}\n" +
+                    Agents(items.substr(0, items.rfind("  - ")) + "  - {name: b, prompt: x, foreach: all}\n")),
+            "f.yaml:3:3: agents: more than 4096, counting what 'foreach' makes");
 }
 
 TEST(FlowFileErrors, DeepNestingEndsQuickly) {
@@ -398,22 +408,30 @@ TEST_F(FlowFileTest, LargestFileIsReadInReasonableTime) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
 }
 
-// The repository, seen from this file.
-std::filesystem::path Root() {
-  return std::filesystem::path(__FILE__).parent_path().parent_path().parent_path();
-}
+const std::filesystem::path kRoot = QKV_SOURCE_DIR;
 
 TEST(Examples, ParseAndAreChains) {
   for (const auto& [file, agents] : {std::pair{"writer_editor.yaml", 2u}, {"long_report.yaml", 3u}}) {
-    auto flow = ParseFlowFile((Root() / "examples" / file).string());
+    auto flow = ParseFlowFile((kRoot / "examples" / file).string());
     ASSERT_TRUE(flow) << flow.error().message;
     ASSERT_EQ(flow->agents.size(), agents);
-    for (size_t i = 1; i < flow->agents.size(); ++i) EXPECT_EQ(flow->agents[i].inherits, flow->agents[i - 1].name);
+    for (size_t i = 1; i < flow->agents.size(); ++i) EXPECT_EQ(flow->agents[i].inherits(), flow->agents[i - 1].name);
   }
 }
 
+TEST(Examples, AllOfThemParse) {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(kRoot / "examples")) {
+    if (entry.path().extension() != ".yaml") continue;
+    auto flow = ParseFlowFile(entry.path().string());
+    EXPECT_TRUE(flow) << flow.error().message;
+    ++count;
+  }
+  EXPECT_GE(count, 6);
+}
+
 TEST(Examples, SchemaAndParserKnowTheSameKeys) {
-  const auto schema = nlohmann::json::parse(std::ifstream(Root() / "docs" / "flow.schema.json"));
+  const auto schema = nlohmann::json::parse(std::ifstream(kRoot / "docs" / "flow.schema.json"));
   const auto unknown = [](const std::string& yaml) { return ErrorOf(yaml).find("unknown key") != std::string::npos; };
   ASSERT_TRUE(unknown("nothing: []\n"));
   size_t keys = 0;
@@ -421,32 +439,178 @@ TEST(Examples, SchemaAndParserKnowTheSameKeys) {
     EXPECT_FALSE(unknown(key + ": []\n")) << key;
     ++keys;
   }
-  EXPECT_EQ(keys, 7u) << "a new key of the flow belongs into the schema and FLOWS.md";
+  EXPECT_EQ(keys, 8u) << "a new key of the flow belongs into the schema and FLOWS.md";
+  for (const auto& [key, value] : schema["$defs"]["edge"]["properties"].items()) {
+    EXPECT_FALSE(unknown("agents: [{reads: {" + key + ": []}}]\n")) << key;
+  }
   for (const auto& [key, value] : schema["$defs"]["agent"]["properties"].items()) {
     EXPECT_FALSE(unknown("agents: [{" + key + ": []}]\n")) << key;
     ++keys;
   }
-  EXPECT_EQ(keys, 7u + 13u) << "a new key of an agent belongs into the schema and FLOWS.md";
+  EXPECT_EQ(keys, 8u + 18u) << "a new key of an agent belongs into the schema and FLOWS.md";
 }
 
-TEST(FillIn, ReplacesReferences) {
-  EXPECT_EQ(FillIn("a {{input.x}} b {{ w.output }}{{w.output}}", {{"x", "1"}}, {{"w", "2"}}).value(), "a 1 b 22");
-  EXPECT_EQ(FillIn("no references, but } and { and {a}", {}, {}).value(), "no references, but } and { and {a}");
+TEST(Texts, ReplaceReferences) {
+  auto flow = ParseFlow(
+      "inputs: {x: '1', braces: '{{w.output}}'}\nagents:\n  - {name: w, prompt: no references but } and { and {a}}\n"
+      "  - {name: r, system: 'be {{input.x}}', prompt: 'a {{input.x}} b {{ w.output }}{{w.output}}'}\n"
+      "  - {name: s, prompt: '{{input.braces}}'}\n",
+      "f.yaml");
+  ASSERT_FALSE(flow) << "unquoted braces";
+  flow = ParseFlow(
+      "inputs: {x: '1', braces: '{{w.output}}'}\nagents:\n  - {name: w, prompt: 'no references, but } and { and {a}'}\n"
+      "  - {name: r, system: 'be {{input.x}}', prompt: 'a {{input.x}} b {{ w.output }}{{w.output}}'}\n"
+      "  - {name: s, prompt: '{{input.braces}}'}\n",
+      "f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->PromptOf(flow->agents[0], {}).value(), "no references, but } and { and {a}");
+  EXPECT_EQ(flow->PromptOf(flow->agents[1], {{"w", "2"}}).value(), "a 1 b 22");
+  EXPECT_EQ(flow->SystemOf(flow->agents[1], {{"w", "2"}}).value(), "be 1");
+  EXPECT_EQ(flow->PromptOf(flow->agents[2], {{"w", "2"}}).value(), "{{w.output}}")
+      << "what is filled in is not searched";
+  EXPECT_EQ(flow->PromptOf(flow->agents[1], {}).error().code, Code::kInvalidArgument) << "w has not answered";
 }
 
-TEST(FillIn, DoesNotLookIntoReplacements) {
-  EXPECT_EQ(FillIn("{{input.x}}", {{"x", "{{w.output}}"}}, {{"w", "2"}}).value(), "{{w.output}}");
+TEST(Texts, OfTextEdgesStandBeforeThePrompt) {
+  auto flow = ParseFlow(
+      "agents:\n  - {name: a, prompt: x}\n  - {name: b, prompt: y}\n"
+      "  - {name: c, prompt: Decide., text: [b, a]}\n",
+      "f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->PromptOf(flow->agents[2], {{"a", "yes"}, {"b", "no"}}).value(), "b:\nno\n\na:\nyes\n\nDecide.");
+  EXPECT_THAT(flow->Graph()[2].needs, ElementsAre(1, 0));
+  EXPECT_THAT(flow->Graph()[2].reads, ElementsAre());
 }
 
-TEST(FillIn, RefusesWhatIsNotThere) {
-  EXPECT_EQ(FillIn("{{input.y}}", {{"x", "1"}}, {}).error().code, Code::kInvalidArgument);
-  EXPECT_EQ(FillIn("{{y.output}}", {{"y", "1"}}, {}).error().code, Code::kInvalidArgument);
+TEST(Texts, AreLimited) {
+  const std::string yaml =
+      "inputs: {x: y}\nagents: [{name: a, prompt: '{{input.x}}{{input.x}}{{input.x}}{{input.x}}'},"
+      "{name: b, prompt: '{{input.x}}{{input.x}}{{input.x}}{{input.x}}!'}]\n";
+  auto flow = ParseFlow(yaml, "f.yaml", {{"x", {std::string(kMaxFlowFileBytes, 'x')}}});
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->PromptOf(flow->agents[0], {}).value().size(), kMaxFlowTextBytes);
+  EXPECT_FALSE(flow->PromptOf(flow->agents[1], {}));
 }
 
-TEST(FillIn, LimitsTheResult) {
-  const std::map<std::string, std::string> inputs{{"x", std::string(kMaxFlowFileBytes, 'x')}};
-  EXPECT_EQ(FillIn("{{input.x}}{{input.x}}{{input.x}}{{input.x}}", inputs, {}).value().size(), kMaxFlowTextBytes);
-  EXPECT_FALSE(FillIn("{{input.x}}{{input.x}}{{input.x}}{{input.x}}!", inputs, {}));
+TEST(Reads, TakesOneContextOrSeveral) {
+  auto flow = ParseFlow(
+      "agents:\n  - {name: a, prompt: x}\n  - {name: b, prompt: x}\n"
+      "  - {name: one, reads: a, prompt: y, on_miss: fail}\n"
+      "  - name: two\n    system: own\n    prompt: y\n    reads: [a, {from: b, on_miss: text, budget: 9}]\n"
+      "    on_miss: fail\n",
+      "f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  const auto graph = flow->Graph();
+  EXPECT_THAT(graph[2].reads, ElementsAre(0));
+  EXPECT_EQ(graph[2].inherits, -1);
+  EXPECT_THAT(graph[3].reads, ElementsAre(0, 1));
+  EXPECT_THAT(graph[3].needs, ElementsAre(0, 1));
+  EXPECT_EQ(flow->agents[2].edges[0].on_miss, OnMiss::kFail) << "the agent's";
+  EXPECT_EQ(flow->agents[3].edges[0].on_miss, OnMiss::kFail);
+  EXPECT_EQ(flow->agents[3].edges[1].on_miss, OnMiss::kText) << "the edge's own";
+  EXPECT_EQ(flow->agents[3].edges[1].budget, 9);
+}
+
+TEST(Reads, ErrorsSayWhere) {
+  const std::string ab = "  - {name: alpha, prompt: x}\n  - {name: beta, prompt: x}\n";
+  EXPECT_EQ(ErrorOf(Agents(ab + "  - name: c\n    prompt: y\n    reads: [alpha, bete]\n")),
+            "f.yaml:6:20: agent 'c': reads: there is no agent 'bete', did you mean 'beta'?");
+  EXPECT_EQ(ErrorOf(Agents(ab + "  - name: c\n    prompt: y\n    reads: [alpha, alpha]\n")),
+            "f.yaml:6:20: reads: 'alpha' is there twice");
+  EXPECT_EQ(ErrorOf(Agents(ab + "  - name: c\n    prompt: y\n    reads: []\n")),
+            "f.yaml:6:12: reads: the list is empty");
+  EXPECT_EQ(ErrorOf(Agents(ab + "  - name: c\n    reads: alpha\n")),
+            "f.yaml:4:5: agent 'c': it has nothing to read: 'prompt' is missing or empty");
+  EXPECT_THAT(ErrorOf(Agents(ab + "  - {name: c, prompt: y, inherits: alpha, reads: beta}\n")),
+              StartsWith("f.yaml:4:50: agent 'c': 'reads' puts contexts behind an own prefix"));
+  EXPECT_THAT(ErrorOf(Agents(ab + "  - {name: c, prompt: y, inherits: [alpha, beta]}\n")),
+              StartsWith("f.yaml:4:36: inherits: expected one agent's name, found a list"));
+  EXPECT_EQ(ErrorOf(Agents(ab + "  - {name: c, prompt: y, reads: {frm: alpha}}\n")),
+            "f.yaml:4:34: unknown key 'frm', did you mean 'from'?");
+  EXPECT_EQ(ErrorOf(Agents("  - {name: a, prompt: x, reads: b}\n  - {name: b, prompt: x, text: a}\n")),
+            "f.yaml:2:33: agent 'a': reads: 'b' is not before it (a → b → a)");
+}
+
+TEST(EdgeCodecs, TheProducerWritesWhatItsReadersWant) {
+  auto flow =
+      ParseFlow("agents:\n  - {name: a, prompt: x}\n  - {name: b, prompt: y, inherits: {from: a, kv: i4}}\n", "f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->agents[0].kv, (CodecPair{CodecId::kI4, CodecId::kI4}));
+  EXPECT_EQ(
+      ErrorOf(Agents("  - {name: a, prompt: x, kv: i8}\n  - {name: b, prompt: y, inherits: {from: a, kv: i4}}\n")),
+      "f.yaml:3:50: agent 'b' wants i4 pages of 'a', which writes i8; pages are written once");
+}
+
+constexpr char kMapReduce[] = R"(inputs:
+  chapters: [one, two, three]
+agents:
+  - {name: sum, foreach: chapters, prompt: "{{index}}: {{item}}"}
+  - {name: check, foreach: chapters, inherits: sum, prompt: "{{sum.output}}?"}
+  - {name: all, prompt: "{{sum.output}} / {{sum-2.output}}", reads: check}
+)";
+
+TEST(Foreach, MakesAnAgentPerItem) {
+  auto flow = ParseFlow(kMapReduce, "f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  ASSERT_EQ(flow->agents.size(), 7u);
+  EXPECT_EQ(flow->agents[1].name, "sum-2");
+  EXPECT_EQ(flow->PromptOf(flow->agents[1], {}).value(), "2: two");
+  const auto graph = flow->Graph();
+  EXPECT_EQ(graph[4].inherits, 1) << "agents over one list go item by item";
+  const std::map<std::string, std::string> said{{"sum-1", "a"}, {"sum-2", "b"}, {"sum-3", "c"}};
+  EXPECT_EQ(flow->PromptOf(flow->agents[4], said).value(), "b?");
+  EXPECT_EQ(flow->PromptOf(flow->agents[6], said).value(), "a\n\nb\n\nc / b") << "others get them all";
+  EXPECT_THAT(graph[6].reads, ElementsAre(3, 4, 5));
+}
+
+TEST(Foreach, TakesItsListFromTheCommandLine) {
+  auto flow = ParseFlow(kMapReduce, "f.yaml", {{"chapters", {"new", "texts"}}});
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->agents.size(), 5u);
+  EXPECT_EQ(flow->agents[1].item, "texts");
+  EXPECT_EQ(flow->inputs.at("chapters"), "new\n\ntexts");
+}
+
+TEST(Foreach, ErrorsSayWhere) {
+  EXPECT_EQ(
+      ErrorOf("inputs: {chapters: [a]}\n" + Agents("  - {name: a, foreach: chapter, prompt: x}\n")),
+      "f.yaml:3:24: foreach: expected an input's name or a list of texts; there is no input 'chapter', did you mean "
+      "'chapters'?");
+  EXPECT_EQ(ErrorOf(Agents("  - {name: a, foreach: [], prompt: x}\n")), "f.yaml:2:24: foreach: the list is empty");
+  EXPECT_EQ(ErrorOf(Agents("  - {name: a, prompt: '{{item}}'}\n")),
+            "f.yaml:2:23: agent 'a': {{item}} has no meaning without 'foreach'");
+  EXPECT_EQ(ErrorOf(Agents("  - {name: a, foreach: [x, y], prompt: x}\n  - {name: a-2, prompt: x}\n")),
+            "f.yaml:3:12: a second agent is called 'a-2'");
+  EXPECT_EQ(ErrorOf(Agents("  - {name: a, foreach: [x, y], prompt: x}\n  - {name: b, prompt: x, inherits: a}\n")),
+            "f.yaml:3:36: agent 'b' inherits from 'a', which are 2 agents; 'reads' takes several contexts");
+}
+
+TEST(Inputs, FromTheCommandLineTakeThePlaceOfTheFiles) {
+  const std::string yaml =
+      "inputs:\n  topic: old\n  source: {file: nowhere.txt}\n  needed:\nagents: [{name: a, prompt: x}]\n";
+  auto flow = ParseFlow(yaml, "f.yaml", {{"topic", {"new"}}, {"source", {"s"}}, {"needed", {"n"}}});
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(flow->inputs.at("topic"), "new");
+  EXPECT_EQ(flow->inputs.at("source"), "s") << "the file is not even looked for";
+  flow = ParseFlow(yaml, "f.yaml", {{"source", {"s"}}});
+  ASSERT_FALSE(flow);
+  EXPECT_EQ(flow.error().message,
+            "f.yaml:4:3: input 'needed' has no text: give one with --input needed=TEXT or needed=@FILE");
+  flow = ParseFlow(yaml, "f.yaml", {{"source", {"s"}}, {"topc", {"x"}}});
+  ASSERT_FALSE(flow);
+  EXPECT_EQ(flow.error().message, "f.yaml: there is no input 'topc', did you mean 'topic'?");
+}
+
+TEST_F(FlowFileTest, AddInputTakesTextsAndFiles) {
+  FlowInputs inputs;
+  EXPECT_TRUE(AddInput("a=one=two", inputs));
+  EXPECT_TRUE(AddInput("a=@" + Write("x.txt", "from a file"), inputs));
+  EXPECT_TRUE(AddInput("b=", inputs));
+  EXPECT_THAT(inputs.at("a"), ElementsAre("one=two", "from a file"));
+  EXPECT_THAT(inputs.at("b"), ElementsAre(""));
+  EXPECT_EQ(AddInput("novalue", inputs).error().message, "--input 'novalue': expected NAME=TEXT or NAME=@FILE");
+  EXPECT_EQ(AddInput("a=@/nowhere", inputs).error().code, Code::kNotFound);
+  EXPECT_EQ(AddInput("a=\xff", inputs).error().code, Code::kInvalidArgument);
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "qkv/flow/text_table.h"
+
 namespace qkv {
 namespace {
 
@@ -30,36 +32,6 @@ std::string Bytes(uint64_t bytes) {
 std::string ModeTitle(const ModeResult& mode) {
   return fmt::format("{} ({})", FlowModeName(mode.mode), mode.kv);
 }
-
-// Rows of cells; columns as wide as their widest cell, two spaces apart; numbers to the right.
-class Table {
- public:
-  explicit Table(std::vector<bool> right) : right_(std::move(right)), widths_(right_.size(), 0) {}
-
-  void Add(std::vector<std::string> row) {
-    for (size_t i = 0; i < row.size(); ++i) widths_[i] = std::max(widths_[i], row[i].size());
-    rows_.push_back(std::move(row));
-  }
-
-  std::string Format() const {
-    std::string text;
-    for (const auto& row : rows_) {
-      std::string line;
-      for (size_t i = 0; i < row.size(); ++i) {
-        const std::string pad(widths_[i] - row[i].size(), ' ');
-        line += (i == 0 ? "" : "  ") + (right_[i] ? pad + row[i] : row[i] + pad);
-      }
-      line.erase(line.find_last_not_of(' ') + 1);
-      text += line + "\n";
-    }
-    return text;
-  }
-
- private:
-  std::vector<bool> right_;
-  std::vector<size_t> widths_;
-  std::vector<std::vector<std::string>> rows_;
-};
 
 double Microseconds(double ms) {
   return std::round(ms * 1000) / 1000;
@@ -98,11 +70,11 @@ std::string FormatTable(const FlowReport& report) {
   }
   std::vector<bool> right(title.size(), true);
   right[0] = false;
-  Table totals(right);
+  TextTable totals(right);
   for (auto* row : {&title, &time, &memory, &kv, &rate}) totals.Add(std::move(*row));
   std::string text = totals.Format();
 
-  Table hops({false, false, false, false, true, true, true, true, true});
+  TextTable hops({false, false, false, false, true, true, true, true, true});
   hops.Add({"mode", "agent", "from", "handoff", "reused", "recomputed", "attach", "TTFT", "out tokens"});
   for (const ModeResult& mode : report.modes) {
     for (const HopResult& hop : mode.hops) {
@@ -119,7 +91,7 @@ std::string FormatTable(const FlowReport& report) {
   text += hops.Format();
 
   if (!report.agreement.empty()) {
-    Table agreement({false, false, true, true});
+    TextTable agreement({false, false, true, true});
     agreement.Add({"same output as text", "agent", "tokens", "share"});
     for (const Agreement& one : report.agreement) {
       const std::string tokens = fmt::format("{} of {}", one.tokens_equal, one.tokens);
@@ -147,6 +119,7 @@ std::string ToJson(const FlowReport& report) {
   for (const ModeResult& mode : report.modes) {
     Json hops = Json::array();
     for (const HopResult& hop : mode.hops) {
+      const auto output = mode.outputs.find(hop.agent);
       hops.push_back(Json{{"agent", hop.agent},
                           {"from", hop.from.empty() ? Json() : Json(hop.from)},
                           {"handoff", HandoffModeName(hop.handoff)},
@@ -155,7 +128,21 @@ std::string ToJson(const FlowReport& report) {
                           {"tokens_recomputed", hop.tokens_recomputed},
                           {"attach_ms", Microseconds(hop.attach_ms)},
                           {"ttft_ms", Microseconds(hop.ttft_ms)},
-                          {"output_tokens", hop.output_tokens}});
+                          {"output_tokens", hop.output_tokens},
+                          {"ready_at_ms", Microseconds(hop.ready_at_ms)},
+                          {"started_at_ms", Microseconds(hop.started_at_ms)},
+                          {"ended_at_ms", Microseconds(hop.ended_at_ms)},
+                          {"prefill_ms", Microseconds(hop.prefill_ms)},
+                          {"decode_ms", Microseconds(hop.decode_ms)},
+                          {"publish_ms", Microseconds(hop.publish_ms)},
+                          {"gap_ms", hop.gap_ms < 0 ? Json() : Json(Microseconds(hop.gap_ms))},
+                          {"prepared_ms", Microseconds(hop.prepared_ms)},
+                          {"prepared_tokens", hop.prepared_tokens},
+                          {"prepared_bytes", hop.prepared_bytes},
+                          {"kv_bytes", hop.kv_bytes},
+                          {"own_kv_bytes", hop.own_kv_bytes},
+                          {"attempts", hop.attempts},
+                          {"output", output == mode.outputs.end() ? "" : output->second}});
     }
     Json entry{{"mode", FlowModeName(mode.mode)},
                {"kv", mode.kv},
@@ -163,6 +150,9 @@ std::string ToJson(const FlowReport& report) {
                {"peak_pss_bytes", mode.peak_pss_bytes},
                {"kv_bytes", mode.kv_bytes},
                {"tasks_per_minute", Microseconds(mode.tasks_per_minute)},
+               {"jobs", mode.jobs},
+               {"threads", mode.threads},
+               {"ahead", mode.ahead},
                {"hops", std::move(hops)}};
     // Only when there is something to tell: who reads the figures above must not miss it.
     for (const AgentFailure& failure : mode.failures) {

@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "qkv/engine/agent.h"
+#include "qkv/flow/memory_sampler.h"
+#include "qkv/flow/plan.h"
 
 namespace qkv {
 
@@ -20,10 +22,10 @@ enum class FlowMode : uint8_t {
 };
 std::string_view FlowModeName(FlowMode mode);  // "handoff", "text"
 
-// One agent that finished.
+// One agent that finished. Times `_at_ms` are from the start of the first turn.
 struct HopResult {
   std::string agent;
-  std::string from;                          // whose context it took over; empty: nobody's
+  std::string from;                          // whose context it took over; several: with commas; empty: nobody's
   HandoffMode handoff = HandoffMode::kText;  // kText also for who starts afresh: it reads its own prompt
   Reason reason = Reason::kNone;             // why not kAttach
   std::string reason_detail;
@@ -32,6 +34,20 @@ struct HopResult {
   double attach_ms = 0;
   double ttft_ms = 0;
   int64_t output_tokens = 0;
+
+  double ready_at_ms = 0;    // all it needs had finished
+  double started_at_ms = 0;  // its turn began
+  double ended_at_ms = 0;
+  double prefill_ms = 0;
+  double decode_ms = 0;
+  double publish_ms = 0;
+  double gap_ms = -1;           // from its last producer's last token to its own first; -1: it has none
+  double prepared_ms = 0;       // spent ahead of its turn
+  int64_t prepared_tokens = 0;  // of its own prefix, read ahead
+  uint64_t prepared_bytes = 0;  // of pages, mapped and checked ahead
+  uint64_t kv_bytes = 0;        // its context's pages
+  uint64_t own_kv_bytes = 0;    // of which it wrote
+  int attempts = 1;
 };
 
 struct AgentFailure {
@@ -49,12 +65,17 @@ struct ModeResult {
   uint64_t kv_bytes = 0;        // at the end. Handoff: the sum of what each wrote (every page has one writer); text: of
                                 // what each holds
   double tasks_per_minute = 0;  // one task: the whole flow; 0 unless every agent finished
+  int jobs = 0;                 // agents that could work at one time
+  int threads = 0;              // of all together
+  bool ahead = true;
+  std::vector<MemorySample> memory;  // at_ms from the start of the first turn; what was before is negative
 
   std::vector<TraceEvent> trace;  // of all agents, if it was asked for
 
   std::vector<HopResult> hops;  // the agents that finished, in the order of the flow
   std::map<std::string, std::string> outputs;
   std::map<std::string, std::vector<Token>> output_tokens;
+  std::map<std::string, std::string> logits_digests;  // empty unless asked for
 
   std::vector<AgentFailure> failures;
   std::vector<std::string> skipped;  // not run, because something they need failed
@@ -74,6 +95,7 @@ struct Agreement {
 
 struct FlowReport {
   std::string flow;
+  std::vector<PlanNode> graph;  // of the flow; empty if nobody asked
   std::vector<ModeResult> modes;
   std::vector<Agreement> agreement;  // empty unless text mode is among the modes
 };

@@ -34,6 +34,7 @@ FlowReport Example() {
   handoff.peak_pss_bytes = uint64_t{3} << 29;
   handoff.kv_bytes = 9216;
   handoff.tasks_per_minute = 6.6666667;
+  handoff.jobs = handoff.threads = 2;
   handoff.hops = {{.agent = "writer", .tokens_recomputed = 85, .ttft_ms = 412.4, .output_tokens = 4},
                   {.agent = "editor",
                    .from = "writer",
@@ -74,17 +75,25 @@ TEST(Report, JsonHasExactlyTheDocumentedKeys) {
   EXPECT_EQ(json, nlohmann::json::parse(R"({
     "modes": [
       {"mode": "text", "kv": "f16", "end_to_end_ms": 12345.679, "peak_pss_bytes": 419430400, "kv_bytes": 25690112,
-       "tasks_per_minute": 4.86, "hops": [
+       "tasks_per_minute": 4.86, "jobs": 0, "threads": 0, "ahead": true, "hops": [
         {"agent": "writer", "from": null, "handoff": "text", "reason": "", "tokens_reused": 0, "tokens_recomputed": 85,
-         "attach_ms": 0.0, "ttft_ms": 412.4, "output_tokens": 4},
+         "attach_ms": 0.0, "ttft_ms": 412.4, "output_tokens": 4, "ready_at_ms": 0.0, "started_at_ms": 0.0, "ended_at_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0,
+         "publish_ms": 0.0, "gap_ms": null, "prepared_ms": 0.0, "prepared_tokens": 0, "prepared_bytes": 0, "kv_bytes": 0,
+         "own_kv_bytes": 0, "attempts": 1, "output": ""},
         {"agent": "editor", "from": "writer", "handoff": "text", "reason": "", "tokens_reused": 0,
-         "tokens_recomputed": 260, "attach_ms": 0.0, "ttft_ms": 1210.0, "output_tokens": 5}]},
+         "tokens_recomputed": 260, "attach_ms": 0.0, "ttft_ms": 1210.0, "output_tokens": 5, "ready_at_ms": 0.0, "started_at_ms": 0.0, "ended_at_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0,
+         "publish_ms": 0.0, "gap_ms": null, "prepared_ms": 0.0, "prepared_tokens": 0, "prepared_bytes": 0, "kv_bytes": 0,
+         "own_kv_bytes": 0, "attempts": 1, "output": ""}]},
       {"mode": "handoff", "kv": "i8", "end_to_end_ms": 9000.0, "peak_pss_bytes": 1610612736, "kv_bytes": 9216,
-       "tasks_per_minute": 6.667, "hops": [
+       "tasks_per_minute": 6.667, "jobs": 2, "threads": 2, "ahead": true, "hops": [
         {"agent": "writer", "from": null, "handoff": "text", "reason": "", "tokens_reused": 0, "tokens_recomputed": 85,
-         "attach_ms": 0.0, "ttft_ms": 412.4, "output_tokens": 4},
+         "attach_ms": 0.0, "ttft_ms": 412.4, "output_tokens": 4, "ready_at_ms": 0.0, "started_at_ms": 0.0, "ended_at_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0,
+         "publish_ms": 0.0, "gap_ms": null, "prepared_ms": 0.0, "prepared_tokens": 0, "prepared_bytes": 0, "kv_bytes": 0,
+         "own_kv_bytes": 0, "attempts": 1, "output": ""},
         {"agent": "editor", "from": "writer", "handoff": "attach", "reason": "", "tokens_reused": 235,
-         "tokens_recomputed": 25, "attach_ms": 0.432, "ttft_ms": 98.765, "output_tokens": 4}]}],
+         "tokens_recomputed": 25, "attach_ms": 0.432, "ttft_ms": 98.765, "output_tokens": 4, "ready_at_ms": 0.0, "started_at_ms": 0.0, "ended_at_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0,
+         "publish_ms": 0.0, "gap_ms": null, "prepared_ms": 0.0, "prepared_tokens": 0, "prepared_bytes": 0, "kv_bytes": 0,
+         "own_kv_bytes": 0, "attempts": 1, "output": ""}]}],
     "output_agreement": {"i8": {"writer": {"tokens_equal": 4, "tokens": 4, "ratio": 1.0},
                                 "editor": {"tokens_equal": 2, "tokens": 5, "ratio": 0.4}}}
   })"));

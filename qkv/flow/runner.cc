@@ -7,20 +7,20 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
-#include <condition_variable>
 #include <filesystem>
-#include <fstream>
+#include <iterator>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <utility>
 
 #include "qkv/broker/client.h"
 #include "qkv/broker/server.h"
-#include "qkv/flow/agent_process.h"
 #include "qkv/flow/agent_protocol.h"
+#include "qkv/flow/flow_worker.h"
+#include "qkv/flow/hop_phases.h"
+#include "qkv/flow/memory_sampler.h"
 #include "qkv/flow/plan.h"
+#include "qkv/flow/turn_maker.h"
 
 namespace qkv {
 namespace {
@@ -28,7 +28,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kTick{50};           // how late a stop may be seen, and between two looks at the memory
+constexpr milliseconds kTick{50};           // how late a stop may be seen
+constexpr int kMostIdleLosses = 2;          // of workers that end for no reason before they are of any use
 constexpr milliseconds kExitDeadline{500};  // for agents to go when the runner hangs up
 
 double MsBetween(Clock::time_point from, Clock::time_point to) {
@@ -60,81 +61,30 @@ class PrivateDirectory {
   std::string path_;
 };
 
-uint64_t PssBytes(pid_t pid) {
-  std::ifstream file(fmt::format("/proc/{}/smaps_rollup", pid));
-  for (std::string line; std::getline(file, line);) {
-    if (!line.starts_with("Pss:")) continue;
-    const size_t digits = line.find_first_of("0123456789");
-    uint64_t kib = 0;
-    if (digits != std::string::npos) std::from_chars(line.data() + digits, line.data() + line.size(), kib);
-    return kib * 1024;
-  }
-  return 0;
-}
-
-// Samples the memory of some processes from a thread of its own, which ends with this object.
-class MemorySampler {
- public:
-  explicit MemorySampler(std::vector<pid_t> pids) : pids_(std::move(pids)), thread_([this] { Loop(); }) {}
-  ~MemorySampler() { Stop(); }
-
-  // The most that the processes had together at one time. No sampling any more.
-  uint64_t Stop() {
-    if (thread_.joinable()) {
-      {
-        std::lock_guard lock(mutex_);
-        stop_ = true;
-      }
-      wake_.notify_one();
-      thread_.join();
-    }
-    return peak_;
-  }
-
- private:
-  void Loop() {
-    std::unique_lock lock(mutex_);
-    for (bool last = false;; last = stop_) {
-      const auto start = Clock::now();
-      uint64_t sum = 0;
-      for (pid_t pid : pids_) sum += PssBytes(pid);
-      peak_ = std::max(peak_, sum);
-      if (last) return;
-      // The kernel walks page tables for each look: spend at most a twentieth of one CPU on it.
-      wake_.wait_for(lock, std::max<Clock::duration>(kTick, 20 * (Clock::now() - start)), [this] { return stop_; });
-    }
-  }
-
-  const std::vector<pid_t> pids_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool stop_ = false;
-  uint64_t peak_ = 0;
-  std::thread thread_;  // last: it uses all of the above
-};
-
 class Run {
  public:
   Run(const Flow& flow, const RunOptions& options)
-      : flow_(flow), options_(options), graph_(flow.Graph()), plan_(graph_), workers_(flow.agents.size()) {
+      : flow_(flow),
+        options_(options),
+        plan_(flow.Graph()),
+        turns_(flow, plan_.nodes(), options.mode),
+        agents_(flow.agents.size()) {
     result_.mode = options.mode;
     kv_ = options.mode == FlowMode::kText ? CodecPair{} : options.kv ? *options.kv : HandoffCodecs(flow).front();
     result_.kv = ToString(kv_);
+    result_.ahead = options.ahead;
+    result_.threads = TotalThreads(flow);
+    jobs_ = JobsFor(flow, options.jobs);
+    result_.jobs = jobs_;
+    forecast_ = Forecast(plan_.nodes(), jobs_, flow.budget);
   }
 
   Result<ModeResult> Go() {
     const auto begin = Clock::now();
     QKV_RETURN_IF_ERROR(StartBroker());
-    std::vector<pid_t> pids{::getpid()};
-    for (int i = 0; i < count(); ++i) {
-      if (over(i)) continue;  // what it needs could not be started
-      if (auto started = StartWorker(i); started) {
-        pids.push_back(workers_[i].process->pid());
-      } else {
-        Fail(i, started.error());
-      }
-    }
-    MemorySampler memory(std::move(pids));
+    MemorySampler memory;
+    memory_ = &memory;
+    if (options_.ahead) StartFirstWorkers();
 
     std::optional<Clock::time_point> first_turn;
     while (!plan_.complete()) {
@@ -142,18 +92,27 @@ class Run {
         result_.stopped = true;
         break;
       }
-      if (!AnyLoading()) {
-        if (!first_turn) first_turn = Clock::now();
-        for (int i : plan_.Ready()) StartTurn(i);
+      if (first_turn || !AnyLoading()) {
+        if (!first_turn) first_turn = first_turn_ = Clock::now();
+        StartReady();
+        if (options_.ahead) PrepareUpcoming();
       }
       Poll();
-      for (int i = 0; i < count(); ++i) Attend(i);
+      for (size_t w = 0; w < workers_.size(); ++w) {
+        if (workers_[w] != nullptr) Attend(*workers_[w]);
+      }
+      std::erase(workers_, nullptr);
     }
     const auto end = Clock::now();
 
-    result_.peak_pss_bytes = memory.Stop();
+    MemorySampler::Record record = memory.Stop();
+    memory_ = nullptr;
     EndWorkers();
     Finish();
+    result_.peak_pss_bytes = record.peak_bytes;
+    result_.memory = std::move(record.samples);
+    const double offset = first_turn ? MsBetween(begin, *first_turn) : 0;
+    for (MemorySample& sample : result_.memory) sample.at_ms -= offset;
     result_.end_to_end_ms = first_turn ? MsBetween(*first_turn, end) : 0;
     result_.with_start_up_ms = MsBetween(begin, end);
     if (result_.ok() && result_.end_to_end_ms > 0) result_.tasks_per_minute = 60000 / result_.end_to_end_ms;
@@ -161,29 +120,34 @@ class Run {
   }
 
  private:
-  struct Worker {
-    std::unique_ptr<AgentProcess> process;
-    bool loading = false;
-    Clock::time_point deadline;  // of loading, or of its turn
-    AgentReady ready;
-    Reason reason = Reason::kNone;  // found by the runner, before the agent had a say
-    TurnResult result;              // once finished
-    std::string transcript;         // once its turn began: all it was told, for a reader with other tokens
+  struct AgentState : AgentRecord {
+    std::string announced;  // the beginning of its context that can be had while it works
+    HopResult hop;          // what is known of it so far
+    int retries = 0;        // taken
+    int idle_losses = 0;    // workers started for it that ended before they had a turn
+    bool was_ready = false;
   };
 
-  int count() const { return static_cast<int>(workers_.size()); }
+  int count() const { return static_cast<int>(agents_.size()); }
   const FlowAgent& agent(int i) const { return flow_.agents[i]; }
+  std::string ModelOf(int i) const { return agent(i).model.empty() ? flow_.model : agent(i).model; }
+  // Of its context at the broker.
+  std::string NameOf(int i) const { return fmt::format("flow-{}.{}", ::getpid(), agent(i).name); }
+  const PlanNode& node(int i) const { return plan_.nodes()[i]; }
+  bool HandsOver() const { return options_.mode == FlowMode::kHandoff; }
   // Nothing more is expected of it.
   bool over(int i) const {
     const Plan::State state = plan_.state(i);
     return state != Plan::State::kWaiting && state != Plan::State::kRunning;
   }
   bool AnyLoading() const {
-    for (int i = 0; i < count(); ++i) {
-      if (workers_[i].loading && !over(i)) return true;
-    }
-    return false;
+    return std::any_of(workers_.begin(), workers_.end(), [](const auto& worker) { return worker->loading; });
   }
+  size_t MostWorkers() const {
+    const size_t most = static_cast<size_t>(jobs_) * (options_.ahead ? 2 : 1);
+    return std::min(most, agents_.size());
+  }
+  double SinceStart() const { return MsBetween(first_turn_, Clock::now()); }
 
   void Tell(FlowEvent::Kind kind, int i, std::string_view text = {}, const TurnResult* result = nullptr,
             const Error* error = nullptr) {
@@ -191,8 +155,10 @@ class Run {
   }
 
   Status StartBroker() {
-    if (options_.mode == FlowMode::kText) return {};
-    if (std::none_of(graph_.begin(), graph_.end(), [](const PlanNode& node) { return node.inherits >= 0; })) return {};
+    if (!HandsOver()) return {};
+    bool needed = false;
+    for (int i = 0; i < count(); ++i) needed = needed || plan_.publishes(i);
+    if (!needed) return {};
     socket_ = options_.socket;
     if (socket_.empty()) {
       QKV_ASSIGN_OR_RETURN(directory_, PrivateDirectory::Make());
@@ -204,110 +170,248 @@ class Run {
     return {};
   }
 
-  Status StartWorker(int i) {
+  // --- workers --------------------------------------------------------------------------------------------------------
+
+  FlowWorker* StartWorker(int i) {
     std::vector<std::string> argv = options_.worker_argv;
     if (argv.empty()) argv = {"/proc/self/exe", "agent-worker"};
-    QKV_ASSIGN_OR_RETURN(workers_[i].process, AgentProcess::Start(argv));
-    AgentSetup setup;
-    setup.agent = agent(i).name;
-    setup.model = agent(i).model.empty() ? flow_.model : agent(i).model;
-    if (graph_[i].inherits >= 0 || plan_.publishes(i)) setup.socket = socket_;
-    setup.kv = options_.mode == FlowMode::kHandoff && agent(i).kv ? *agent(i).kv : kv_;
-    setup.n_ctx = flow_.n_ctx;
-    setup.threads =
-        flow_.threads > 0 ? flow_.threads : std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 256);
-    setup.trace = options_.trace;
-    workers_[i].process->Send(ToLine(setup));
-    workers_[i].loading = true;
-    workers_[i].deadline = Clock::now() + options_.load_deadline;
-    return {};
+    auto worker =
+        FlowWorker::Start(argv, {.model = ModelOf(i), .socket = socket_}, i, Clock::now() + options_.load_deadline);
+    if (!worker) {
+      FailAttempt(i, worker.error());
+      return nullptr;
+    }
+    workers_.push_back(*std::move(worker));
+    TellSampler();
+    return workers_.back().get();
   }
 
-  void StartTurn(int i) {
-    plan_.OnStarted(i);
-    auto turn = MakeTurn(i);
-    if (!turn) return Fail(i, turn.error());
-    workers_[i].process->Send(ToLine(*turn));
-    workers_[i].deadline = Clock::now() + options_.turn_deadline;
+  void TellSampler() {
+    std::vector<pid_t> pids;
+    for (const auto& worker : workers_) {
+      if (worker != nullptr) pids.push_back(worker->process->pid());
+    }
+    if (memory_ != nullptr) memory_->SetPids(std::move(pids));
+  }
+
+  // Kills it; it leaves the list at the end of the round.
+  void Drop(FlowWorker& worker) {
+    for (auto& one : workers_) {
+      if (one.get() == &worker) one.reset();
+    }
+    TellSampler();
+  }
+
+  // Those whose turns come first, so that loading models is over when the first turn begins.
+  void StartFirstWorkers() {
+    for (const PlanForecast::Turn& turn : forecast_.turns) {
+      if (workers_.size() >= MostWorkers()) break;
+      if (!over(turn.node)) StartWorker(turn.node);
+    }
+  }
+
+  // A worker that may take agent i's turn or prepare it, or null. `steal`: also one that was prepared for another agent,
+  // or, when no more may be started, one in place of an idle one with another model.
+  FlowWorker* FindWorker(int i, bool steal) {
+    const std::string model = ModelOf(i);
+    const auto find = [&](auto fits) -> FlowWorker* {
+      for (const auto& worker : workers_) {
+        if (worker != nullptr && worker->agent < 0 && fits(*worker)) return worker.get();
+      }
+      return nullptr;
+    };
+    if (auto* w = find([&](FlowWorker& w) { return w.prepared == i; })) return w;
+    if (auto* w = find([&](FlowWorker& w) { return w.prepared < 0 && w.model == model && w.for_agent == i; })) return w;
+    if (auto* w = find([&](FlowWorker& w) { return w.prepared < 0 && w.model == model && !w.loading; })) return w;
+    if (auto* w = find([&](FlowWorker& w) { return w.prepared < 0 && w.model == model; })) return w;
+    const auto alive = static_cast<size_t>(
+        std::count_if(workers_.begin(), workers_.end(), [](const auto& worker) { return worker != nullptr; }));
+    if (alive < MostWorkers()) return StartWorker(i);
+    if (!steal) return nullptr;
+    if (auto* w = find([&](FlowWorker& w) { return w.model == model; })) return w;
+    if (auto* w = find([&](FlowWorker& w) { return !w.loading; })) {
+      Drop(*w);
+      return StartWorker(i);
+    }
+    return nullptr;
+  }
+
+  // --- turns ----------------------------------------------------------------------------------------------------------
+
+  void StartReady() {
+    for (int i : plan_.Ready()) {
+      if (std::exchange(agents_[i].was_ready, true)) continue;
+      agents_[i].hop.ready_at_ms = SinceStart();
+    }
+    for (int i : plan_.Startable(jobs_, flow_.budget)) {
+      if (plan_.state(i) != Plan::State::kWaiting) continue;  // skipped by the one before
+      FlowWorker* worker = FindWorker(i, /*steal=*/true);
+      if (over(i)) continue;  // it could not be started
+      if (worker == nullptr) break;
+      plan_.OnStarted(i);
+      worker->agent = i;
+      if (!worker->loading) StartTurn(*worker);
+    }
+  }
+
+  // What its share is by the plan, or what is left by those at work.
+  int ThreadsFor(int i) const {
+    int used = 0;
+    for (const auto& worker : workers_) {
+      if (worker != nullptr && worker->agent >= 0 && worker->agent != i) used += worker->threads;
+    }
+    return std::max(1, std::min(PlannedThreads(i), result_.threads - used));
+  }
+  int PlannedThreads(int i) const { return std::max(1, result_.threads / std::max(forecast_.together[i], 1)); }
+
+  CodecPair CodecsOf(int i) const { return HandsOver() && agent(i).kv ? *agent(i).kv : kv_; }
+
+  void StartTurn(FlowWorker& worker) {
+    const int i = worker.agent;
+    AgentState& state = agents_[i];
+    state.tokenizer = worker.tokenizer;
+    worker.threads = ThreadsFor(i);
+    std::vector<AgentRecord*> records;
+    for (AgentState& other : agents_) records.push_back(&other);
+    auto turn = turns_.Make(i, result_.outputs, records);
+    if (!turn) {
+      worker.agent = -1;
+      ReportOwnReason(i, /*failed=*/true);
+      return Fail(i, turn.error());
+    }
+    turn->kv = CodecsOf(i);
+    turn->threads = worker.threads;
+    turn->digest_logits = options_.digest_logits;
+    turn->trace = options_.trace;
+    if (HandsOver() && plan_.publishes(i)) {
+      turn->publish_as = NameOf(i);
+      turn->announce = options_.ahead;
+    }
+    worker.process->Send(ToLine(*turn));
+    worker.deadline = Clock::now() + TurnDeadline(i);
+    worker.prepared = -1;
+    worker.used = true;
+    state.hop.started_at_ms = SinceStart();
     Tell(FlowEvent::Kind::kStarted, i);
   }
 
-  Result<AgentTurn> MakeTurn(int i) {
-    const FlowAgent& spec = agent(i);
-    Worker& worker = workers_[i];
-    AgentTurn turn;
-    QKV_ASSIGN_OR_RETURN(turn.system, FillIn(spec.system, flow_.inputs, result_.outputs));
-    QKV_ASSIGN_OR_RETURN(turn.prompt, FillIn(spec.prompt, flow_.inputs, result_.outputs));
-    turn.max_tokens = spec.max_tokens;
-    turn.sampling = spec.sampling;
-    turn.on_miss = spec.on_miss;
-    if (options_.mode == FlowMode::kHandoff && plan_.publishes(i)) {
-      turn.publish_as = fmt::format("flow-{}.{}", ::getpid(), spec.name);
-    }
-    std::string said = turn.system;
-    if (graph_[i].inherits >= 0) {
-      const Worker& parent = workers_[graph_[i].inherits];
-      said = parent.transcript + parent.result.text;
-      if (parent.ready.tokenizer == worker.ready.tokenizer) {
-        if (options_.mode == FlowMode::kHandoff) turn.inherits = parent.result.context_id;
-        turn.history = parent.result.context_tokens;
-      } else if (spec.on_miss == OnMiss::kFail) {
-        worker.reason = Reason::kTokenizerMismatch;
-        ReportOwnReason(i, /*failed=*/true);
-        return Err(Code::kIncompatible, Reason::kTokenizerMismatch,
-                   "its model's tokens are not those of '{}', whose context it inherits", spec.inherits);
-      } else {
-        // Neither pages nor token ids mean anything to this model; words do.
-        worker.reason = Reason::kTokenizerMismatch;
-        turn.prompt = said + "\n\n" + turn.prompt;
-        said.clear();
-      }
-    }
-    worker.transcript = (said.empty() ? "" : said + "\n\n") + turn.prompt + "\n\n";
-    return turn;
+  milliseconds TurnDeadline(int i) const {
+    if (agent(i).deadline_s <= 0) return options_.turn_deadline;
+    return std::chrono::ceil<milliseconds>(std::chrono::duration<double>(agent(i).deadline_s));
   }
+
+  // --- ahead of time --------------------------------------------------------------------------------------------------
+
+  void PrepareUpcoming() {
+    for (int i : plan_.Upcoming()) {
+      const bool done = std::any_of(workers_.begin(), workers_.end(),
+                                    [&](const auto& worker) { return worker != nullptr && worker->prepared == i; });
+      if (done || over(i)) continue;
+      FlowWorker* worker = FindWorker(i, /*steal=*/false);
+      if (over(i)) continue;
+      if (worker == nullptr) break;
+      worker->prepared = i;
+      AgentPrepare prepare;
+      prepare.agent = agent(i).name;
+      prepare.kv = CodecsOf(i);
+      prepare.n_ctx = flow_.n_ctx;
+      prepare.threads = PlannedThreads(i);
+      prepare.trace = options_.trace;
+      if (!node(i).reads.empty() && !agent(i).system.empty()) {
+        // Unless it quotes somebody who has not answered yet.
+        if (auto system = flow_.SystemOf(agent(i), result_.outputs)) {
+          prepare.prefix = true;
+          prepare.system = *std::move(system);
+        }
+      }
+      prepare.context = WhatIsThere(node(i).inherits);
+      worker->process->Send(ToLine(prepare));
+    }
+  }
+
+  // The largest part of this agent's context that can be had while it works; empty: none.
+  std::string WhatIsThere(int producer) const {
+    if (!HandsOver() || producer < 0) return "";
+    if (!agents_[producer].announced.empty()) return agents_[producer].announced;
+    const int before = node(producer).inherits;  // what it goes on from itself is all there
+    return before < 0 ? "" : agents_[before].result.context_id;
+  }
+
+  void PassOn(int producer, const AgentAnnounced& announced) {
+    agents_[producer].announced = announced.context;
+    for (const auto& worker : workers_) {
+      const int i = worker == nullptr ? -1 : worker->prepared;
+      if (i < 0 || node(i).inherits != producer) continue;
+      AgentPrepare prepare;
+      prepare.agent = agent(i).name;
+      prepare.kv = CodecsOf(i);
+      prepare.n_ctx = flow_.n_ctx;
+      prepare.threads = PlannedThreads(i);
+      prepare.trace = options_.trace;
+      prepare.context = announced.context;
+      worker->process->Send(ToLine(prepare));
+    }
+  }
+
+  // --- events ---------------------------------------------------------------------------------------------------------
 
   void Poll() {
     auto until = Clock::now() + kTick;
     std::vector<pollfd> fds;
-    for (int i = 0; i < count(); ++i) {
-      if (workers_[i].process) workers_[i].process->AddPollFds(fds);
-      if (workers_[i].loading || plan_.state(i) == Plan::State::kRunning) until = std::min(until, workers_[i].deadline);
+    for (const auto& worker : workers_) {
+      if (worker == nullptr) continue;
+      worker->process->AddPollFds(fds);
+      if (worker->loading || worker->agent >= 0) until = std::min(until, worker->deadline);
     }
     const auto left = std::chrono::ceil<milliseconds>(until - Clock::now()).count();
     ::poll(fds.data(), fds.size(), static_cast<int>(std::clamp<int64_t>(left, 0, kTick.count())));
   }
 
-  // Takes what the agent said, and sees whether it is still there and in time.
-  void Attend(int i) {
-    Worker& worker = workers_[i];
-    if (!worker.process) return;
-    Status pumped = worker.process->Pump();
-    while (!over(i)) {
-      const std::optional<std::string> line = worker.process->NextLine();
-      if (!line) break;
-      Heed(i, *line);
+  bool Alive(const FlowWorker* worker) const {
+    return std::any_of(workers_.begin(), workers_.end(), [&](const auto& one) { return one.get() == worker; });
+  }
+
+  // Takes what the worker said, and sees whether it is still there and in time.
+  void Attend(FlowWorker& worker) {
+    const Status pumped = worker.process->Pump();
+    while (const std::optional<std::string> line = worker.process->NextLine()) {
+      Heed(worker, *line);
+      if (!Alive(&worker)) return;
     }
-    if (over(i)) return;
-    if (!pumped) return Fail(i, pumped.error());
-    if (worker.process->output_ended()) return Fail(i, Death(worker));
-    const bool timed = worker.loading || plan_.state(i) == Plan::State::kRunning;
+    if (!pumped) return Lose(worker, pumped.error());
+    if (worker.process->output_ended()) return Lose(worker, worker.Death());
+    const bool timed = worker.loading || worker.agent >= 0;
     if (timed && Clock::now() >= worker.deadline) {
-      const auto limit = worker.loading ? options_.load_deadline : options_.turn_deadline;
-      Fail(i, Error{Code::kTimeout, fmt::format("it was not {} within {} s", worker.loading ? "ready" : "done",
-                                                std::chrono::duration<double>(limit).count())});
+      const auto limit = worker.loading ? options_.load_deadline : TurnDeadline(worker.agent);
+      Lose(worker, Error{Code::kTimeout, fmt::format("it was not {} within {} s", worker.loading ? "ready" : "done",
+                                                     std::chrono::duration<double>(limit).count())});
     }
   }
 
-  void Heed(int i, const std::string& line) {
-    Worker& worker = workers_[i];
+  // The worker is of no use any more: whose turn it had, or for whom it was loading, has failed this time.
+  void Lose(FlowWorker& worker, Error error) {
+    int i = worker.agent;
+    if (i < 0 && (worker.loading || (!worker.used && ++agents_[worker.for_agent].idle_losses > kMostIdleLosses))) {
+      i = worker.for_agent;
+    }
+    Drop(worker);
+    if (i >= 0 && !over(i)) FailAttempt(i, std::move(error));
+  }
+
+  void Heed(FlowWorker& worker, const std::string& line) {
     auto event = ParseAgentEvent(line);
-    if (!event) return Fail(i, event.error());
-    const bool running = plan_.state(i) == Plan::State::kRunning;
+    if (!event) return Lose(worker, event.error());
+    const int i = worker.agent;
+    const bool running = i >= 0 && !worker.loading;
     if (auto* ready = std::get_if<AgentReady>(&*event); ready != nullptr && worker.loading) {
-      worker.ready = std::move(*ready);
+      worker.tokenizer = std::move(ready->tokenizer);
       worker.loading = false;
-      Tell(FlowEvent::Kind::kReady, i);
+      Tell(FlowEvent::Kind::kReady, worker.for_agent);
+      if (worker.agent >= 0) StartTurn(worker);
+    } else if (auto* prepared = std::get_if<AgentPrepared>(&*event); prepared != nullptr && !worker.loading) {
+      Note(worker.prepared >= 0 ? worker.prepared : i, *prepared);
+    } else if (auto* announced = std::get_if<AgentAnnounced>(&*event); announced != nullptr && running) {
+      PassOn(i, *announced);
     } else if (auto* progress = std::get_if<AgentProgress>(&*event); progress != nullptr && running) {
       if (options_.on_event) {
         options_.on_event({.kind = FlowEvent::Kind::kProgress,
@@ -318,51 +422,61 @@ class Run {
     } else if (auto* text = std::get_if<AgentText>(&*event); text != nullptr && running) {
       Tell(FlowEvent::Kind::kText, i, text->piece);
     } else if (auto* done = std::get_if<AgentDone>(&*event); done != nullptr && running) {
-      worker.result = std::move(done->result);
+      worker.agent = -1;
+      agents_[i].result = std::move(done->result);
+      agents_[i].hop.ended_at_ms = SinceStart();
+      result_.outputs[agent(i).name] = agents_[i].result.text;
+      for (TraceEvent& event : done->trace) event.pid = i + 1;  // a row for each agent: workers are shared
       std::move(done->trace.begin(), done->trace.end(), std::back_inserter(result_.trace));
-      result_.outputs[agent(i).name] = worker.result.text;
-      Tell(FlowEvent::Kind::kFinished, i, {}, &worker.result);
+      Tell(FlowEvent::Kind::kFinished, i, {}, &agents_[i].result);
       ReportOwnReason(i, /*failed=*/false);
       Apply(plan_.OnFinished(i));
-    } else if (auto* failed = std::get_if<AgentFailed>(&*event)) {
-      Fail(i, failed->error);
+    } else if (auto* failed = std::get_if<AgentFailed>(&*event); failed != nullptr) {
+      if (!running) return Lose(worker, failed->error);
+      worker.agent = -1;  // the turn is over, the worker is as good as before
+      FailAttempt(i, failed->error);
     } else {
-      Fail(i, Error{Code::kCorrupt, "agent protocol: an event out of turn"});
+      Lose(worker, Error{Code::kCorrupt, "agent protocol: an event out of turn"});
     }
   }
 
-  // The process closed its output. Its exit follows at once, unless it is stuck.
-  static Error Death(Worker& worker) {
-    AgentProcess& process = *worker.process;
-    const bool exited = process.WaitExit(kExitDeadline);
-    (void)process.Pump();  // its last words
-    std::string message = "its process " + (exited ? process.DescribeExit() : "closed its output");
-    message += worker.loading ? " while loading the model" : " before its answer was complete";
-    if (std::string words = process.last_stderr(); !words.empty()) {
-      // A few lines are enough, and an error is one line.
-      size_t start = words.size();
-      for (int lines = 0; lines < 3 && start != std::string::npos && start > 0; ++lines) {
-        start = words.rfind('\n', start - 1);
-      }
-      if (start != std::string::npos && start > 0) words.erase(0, start + 1);
-      std::replace(words.begin(), words.end(), '\n', '|');
-      message += "; it said: " + words;
+  void Note(int i, const AgentPrepared& prepared) {
+    if (i < 0) return;
+    HopResult& hop = agents_[i].hop;
+    hop.prepared_ms += prepared.ms;
+    hop.prepared_tokens = std::max(hop.prepared_tokens, prepared.prefix_tokens);
+    hop.prepared_bytes += prepared.bytes;
+    if (options_.on_event) {
+      options_.on_event({.kind = FlowEvent::Kind::kPrepared,
+                         .agent = agent(i).name,
+                         .done = hop.prepared_tokens,
+                         .total = static_cast<int64_t>(hop.prepared_bytes)});
     }
-    return Error{Code::kPeerLost, std::move(message), Reason::kPeerLost};
   }
 
-  // The agent never heard of the context that its model could not use, so it cannot tell the broker.
+  // Dying and being late may be the moment's fault; everything else would happen again.
+  void FailAttempt(int i, Error error) {
+    const bool again = error.code == Code::kPeerLost || error.code == Code::kTimeout;
+    if (again && agents_[i].retries < agent(i).retries) {
+      ++agents_[i].retries;
+      Tell(FlowEvent::Kind::kRetried, i, {}, nullptr, &error);
+      if (plan_.state(i) == Plan::State::kRunning) plan_.OnRetried(i);
+      return;
+    }
+    Fail(i, std::move(error));
+  }
+
+  // The agent never heard of a context that its model could not use, so that its worker cannot tell the broker.
   void ReportOwnReason(int i, bool failed) {
-    if (client_ == nullptr || workers_[i].reason == Reason::kNone) return;
-    (void)client_->Report({.context = workers_[graph_[i].inherits].result.context_id,
+    if (client_ == nullptr || agents_[i].reason == Reason::kNone) return;
+    const int producer = node(i).inherits >= 0 ? node(i).inherits : node(i).reads.front();
+    (void)client_->Report({.context = agents_[producer].result.context_id,
                            .mode = failed ? "none" : "text",
-                           .reason = workers_[i].reason,
+                           .reason = agents_[i].reason,
                            .failed = failed});
   }
 
   void Fail(int i, Error error) {
-    if (workers_[i].process) workers_[i].process->Kill();
-    workers_[i].loading = false;
     Tell(FlowEvent::Kind::kFailed, i, {}, nullptr, &error);
     result_.failures.push_back({agent(i).name, std::move(error)});
     Apply(plan_.OnFailed(i));
@@ -372,62 +486,102 @@ class Run {
     for (int i : change.skipped) {
       result_.skipped.push_back(agent(i).name);
       Tell(FlowEvent::Kind::kSkipped, i);
+      for (const auto& worker : workers_) {
+        if (worker != nullptr && worker->prepared == i) worker->prepared = -1;
+      }
     }
     for (int i : change.released) {
+      released_[i] = true;
       // Whatever the broker answers, it has nothing of ours any more, or is gone.
-      if (client_ && !workers_[i].result.context_id.empty()) (void)client_->Remove(workers_[i].result.context_id);
+      if (client_ && !agents_[i].result.context_id.empty()) (void)client_->Remove(agents_[i].result.context_id);
       if (client_) Tell(FlowEvent::Kind::kReleased, i);
     }
   }
 
   void EndWorkers() {
-    for (Worker& worker : workers_) {
-      if (!worker.process) continue;
-      if (result_.stopped) worker.process->Kill();
-      worker.process->CloseInput();
-      (void)worker.process->Pump();
+    std::erase(workers_, nullptr);
+    for (const auto& worker : workers_) {
+      if (result_.stopped) worker->process->Kill();
+      worker->process->CloseInput();
+      (void)worker->process->Pump();
     }
     const auto until = Clock::now() + kExitDeadline;
-    for (Worker& worker : workers_) {
-      if (worker.process) worker.process->WaitExit(std::chrono::ceil<milliseconds>(until - Clock::now()));
-      worker.process.reset();  // kills who is still there
+    for (auto& worker : workers_) {
+      worker->process->WaitExit(std::chrono::ceil<milliseconds>(until - Clock::now()));
+      worker.reset();  // kills who is still there
+    }
+    workers_.clear();
+    // A run that ends early leaves contexts that nobody has released; a broker of our own forgets them anyway.
+    for (int i = 0; client_ && !broker_ && i < count(); ++i) {
+      if (plan_.publishes(i) && !released_[i]) (void)client_->Remove(NameOf(i));
     }
   }
 
   void Finish() {
     for (int i = 0; i < count(); ++i) {
       if (plan_.state(i) != Plan::State::kFinished) continue;
-      const TurnResult& turn = workers_[i].result;
-      HopResult hop;
+      const AgentState& state = agents_[i];
+      const TurnResult& turn = state.result;
+      HopResult hop = state.hop;
       hop.agent = agent(i).name;
-      hop.from = agent(i).inherits;
+      hop.from = std::string(agent(i).inherits());
+      for (int producer : node(i).reads) hop.from += (hop.from.empty() ? "" : ", ") + agent(producer).name;
       hop.handoff = turn.mode == HandoffMode::kNone ? HandoffMode::kText : turn.mode;
-      hop.reason = workers_[i].reason != Reason::kNone ? workers_[i].reason : turn.reason;
-      hop.reason_detail = turn.reason_detail;
+      hop.reason = state.reason != Reason::kNone ? state.reason : turn.reason;
+      hop.reason_detail = state.reason != Reason::kNone ? state.reason_detail : turn.reason_detail;
       hop.tokens_reused = turn.tokens_reused;
       hop.tokens_recomputed = turn.tokens_recomputed;
       hop.attach_ms = turn.attach_ms;
       hop.ttft_ms = turn.ttft_ms;
       hop.output_tokens = static_cast<int64_t>(turn.output_tokens.size());
+      hop.prefill_ms = turn.prefill_ms;
+      hop.decode_ms = turn.decode_ms;
+      hop.publish_ms = turn.publish_ms;
+      hop.kv_bytes = turn.kv_bytes;
+      hop.own_kv_bytes = turn.own_kv_bytes;
+      hop.attempts = agents_[i].retries + 1;
+      double producers_end = 0;
+      for (int need : node(i).needs) producers_end = std::max(producers_end, agents_[need].result.last_token_at_ms);
+      if (options_.trace) AddPhases(i, hop);
+      if (producers_end > 0 && turn.first_token_at_ms > 0) hop.gap_ms = turn.first_token_at_ms - producers_end;
       result_.hops.push_back(std::move(hop));
       result_.output_tokens[agent(i).name] = turn.output_tokens;
-      result_.kv_bytes += options_.mode == FlowMode::kHandoff ? turn.own_kv_bytes : turn.kv_bytes;
+      if (!turn.logits_digest.empty()) result_.logits_digests[agent(i).name] = turn.logits_digest;
+      result_.kv_bytes += HandsOver() ? turn.own_kv_bytes : turn.kv_bytes;
+    }
+  }
+
+  void AddPhases(int i, const HopResult& hop) {
+    const double start_us = std::chrono::duration<double, std::micro>(first_turn_.time_since_epoch()).count();
+    for (const HopPhase& phase : PhasesOf(hop)) {
+      result_.trace.push_back({.process = hop.agent,
+                               .name = std::string(PhaseName(phase.kind)),
+                               .start_us = start_us + 1000 * phase.start_ms,
+                               .duration_us = 1000 * (phase.end_ms - phase.start_ms),
+                               .pid = i + 1,
+                               .tid = 0});
     }
   }
 
   const Flow& flow_;
   const RunOptions& options_;
-  const std::vector<PlanNode> graph_;
   Plan plan_;
+  const TurnMaker turns_;
+  std::vector<AgentState> agents_;
+  std::vector<bool> released_ = std::vector<bool>(agents_.size(), false);
+  PlanForecast forecast_;
+  int jobs_ = 1;
   CodecPair kv_;
   ModeResult result_;
+  Clock::time_point first_turn_{};
+  MemorySampler* memory_ = nullptr;
 
-  // In this order: agents end before the broker, the broker before its directory.
+  // In this order: workers end before the broker, the broker before its directory.
   std::unique_ptr<PrivateDirectory> directory_;
   std::string socket_;
   std::unique_ptr<BrokerServer> broker_;
   std::unique_ptr<BrokerClient> client_;
-  std::vector<Worker> workers_;
+  std::vector<std::unique_ptr<FlowWorker>> workers_;  // null: lost in this round
 };
 
 }  // namespace
@@ -435,6 +589,17 @@ class Run {
 std::vector<CodecPair> HandoffCodecs(const Flow& flow) {
   if (!flow.kv.empty()) return flow.kv;
   return {{CodecId::kI8, CodecId::kI8}, {CodecId::kI4, CodecId::kI4}};
+}
+
+int TotalThreads(const Flow& flow) {
+  if (flow.threads > 0) return flow.threads;
+  return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 256);
+}
+
+int JobsFor(const Flow& flow, int wanted) {
+  if (wanted > 0) return wanted;
+  const PlanForecast forecast = Forecast(flow.Graph(), static_cast<int>(flow.agents.size()), flow.budget);
+  return std::clamp(forecast.width, 1, TotalThreads(flow));
 }
 
 Result<ModeResult> RunFlow(const Flow& flow, const RunOptions& options) {
@@ -449,7 +614,7 @@ Result<ModeResult> RunFlow(const Flow& flow, const RunOptions& options) {
 
 Result<FlowReport> CompareModes(const Flow& flow, const RunOptions& options,
                                 const std::function<void(FlowMode, CodecPair)>& on_mode) {
-  FlowReport report{.flow = flow.name};
+  FlowReport report{.flow = flow.name, .graph = flow.Graph()};
   RunOptions one = options;
   const auto run = [&](FlowMode mode, CodecPair kv) -> Status {
     one.mode = mode;

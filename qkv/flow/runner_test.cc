@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <sstream>
 
 #include "qkv/flow/agent_protocol.h"
@@ -27,21 +28,34 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::UnorderedElementsAre;
 
-// An agent that needs no model: a shell script that speaks the protocol. It keeps the lines it got as <agent>.setup and
-// <agent>.turn and its pid as <agent>.pid, and does what <agent>.sh says, by default: answer at once.
-constexpr char kFakeAgent[] = R"(
+// A worker that needs no model: a shell script that speaks the protocol. It keeps the lines it got as <model>.setup,
+// <agent>.prepare and <agent>.turn and its pid in `pids`, loads as load-<model>.sh says (at once) and takes an agent's turn
+// as <agent>.sh says (answers at once).
+constexpr char kFakeWorker[] = R"(
 cd "$1" || exit 9
 IFS= read -r setup || exit 8
-agent=${setup#*'"agent":"'}
-agent=${agent%%'"'*}
-echo $$ > "$agent.pid"
-printf '%s\n' "$setup" > "$agent.setup"
+model=${setup#*'"model":"'}
+model=${model%%'"'*}
+model=${model##*/}
+echo $$ >> pids
+printf '%s\n' "$setup" > "$model.setup"
 ready() { echo '{"type":"ready","load_ms":1.5,"tokenizer":"'"${1:-same}"'"}'; }
-turn() { IFS= read -r turn || exit 7; printf '%s\n' "$turn" > "$agent.turn"; }
 say() { echo '{"type":"text","piece":"'"$1"'"}'; }
 answer() { cat "$agent.done"; }
-hold() { while IFS= read -r more; do :; done; exit 0; }
-if [ -e "$agent.sh" ]; then . "./$agent.sh"; else ready; turn; answer; hold; fi
+if [ -e "load-$model.sh" ]; then . "./load-$model.sh"; else ready; fi
+while IFS= read -r line; do
+  agent=${line#*'"agent":"'}
+  agent=${agent%%'"'*}
+  case $line in
+    *'"type":"prepare"'*)
+      printf '%s\n' "$line" > "$agent.prepare"
+      echo '{"type":"prepared","ms":1,"prefix_tokens":3,"bytes":5}' ;;
+    *)
+      printf '%s\n' "$line" > "$agent.turn"
+      echo "$agent $$" >> ran
+      if [ -e "$agent.sh" ]; then . "./$agent.sh"; else answer; fi ;;
+  esac
+done
 )";
 
 bool IsGone(pid_t pid) {
@@ -54,8 +68,8 @@ class RunnerTest : public ::testing::Test {
     std::string path = (std::filesystem::temp_directory_path() / "runner_test.XXXXXX").string();
     EXPECT_NE(::mkdtemp(path.data()), nullptr);
     directory_ = path;
-    Write("agent", kFakeAgent);
-    options_.worker_argv = {"/bin/sh", (directory_ / "agent").string(), directory_.string()};
+    Write("worker", kFakeWorker);
+    options_.worker_argv = {"/bin/sh", (directory_ / "worker").string(), directory_.string()};
     options_.load_deadline = options_.turn_deadline = seconds(20);
     options_.kv = CodecPair{CodecId::kI8, CodecId::kI8};
     options_.on_event = [this](const FlowEvent& event) { OnEvent(event); };
@@ -80,7 +94,7 @@ class RunnerTest : public ::testing::Test {
       result.output_tokens = {++n, 2, 3};
       result.context_tokens = {n, 1, 2, 3};
       result.context_id = "id-" + agent.name;
-      result.mode = agent.inherits.empty() ? HandoffMode::kNone : HandoffMode::kAttach;
+      result.mode = agent.inherits().empty() ? HandoffMode::kNone : HandoffMode::kAttach;
       result.tokens_reused = 10 * n;
       result.tokens_recomputed = n;
       result.attach_ms = 0.5;
@@ -91,22 +105,27 @@ class RunnerTest : public ::testing::Test {
     }
   }
   void Does(const std::string& agent, const std::string& script) { Write(agent + ".sh", script); }
+  void Loads(const std::string& model, const std::string& script) { Write("load-" + model + ".sh", script); }
 
   ModeResult Run() {
     auto result = RunFlow(flow_, options_);
     EXPECT_TRUE(result) << result.error().message;
     return result ? *result : ModeResult{};
   }
-  AgentSetup SetupOf(const std::string& agent) { return Received<AgentSetup>(agent + ".setup"); }
+  AgentSetup SetupOf(const std::string& model) { return Received<AgentSetup>(model + ".setup"); }
+  AgentPrepare PrepareOf(const std::string& agent) { return Received<AgentPrepare>(agent + ".prepare"); }
   AgentTurn TurnOf(const std::string& agent) { return Received<AgentTurn>(agent + ".turn"); }
 
-  // All agents that ever started are gone.
+  std::vector<pid_t> Pids() {
+    std::istringstream lines(Read("pids"));
+    std::vector<pid_t> pids;
+    for (pid_t pid; lines >> pid;) pids.push_back(pid);
+    return pids;
+  }
+  // All workers that ever started are gone.
   void ExpectNobodyLeft() {
-    for (const FlowAgent& agent : flow_.agents) {
-      if (const std::string pid = Read(agent.name + ".pid"); !pid.empty()) {
-        EXPECT_TRUE(IsGone(std::stoi(pid))) << agent.name;
-      }
-    }
+    EXPECT_FALSE(Pids().empty());
+    for (pid_t pid : Pids()) EXPECT_TRUE(IsGone(pid)) << pid;
   }
   int Position(const std::string& event) const {
     const auto found = std::find(events_.begin(), events_.end(), event);
@@ -117,7 +136,7 @@ class RunnerTest : public ::testing::Test {
   std::filesystem::path directory_;
   Flow flow_;
   RunOptions options_;
-  std::vector<std::string> events_;
+  std::vector<std::string> events_, prepared_;
   std::function<void(const FlowEvent&)> also_;
 
  private:
@@ -129,11 +148,11 @@ class RunnerTest : public ::testing::Test {
     return std::get<Command>(*command);
   }
   void OnEvent(const FlowEvent& event) {
-    static constexpr const char* kNames[] = {"ready",    "started", "progress", "text",
-                                             "finished", "failed",  "skipped",  "released"};
+    static constexpr const char* kNames[] = {"ready",    "prepared", "started", "progress", "text",
+                                             "finished", "retried",  "failed",  "skipped",  "released"};
     std::string line = std::string(kNames[static_cast<int>(event.kind)]) + " " + std::string(event.agent);
     if (event.kind == FlowEvent::Kind::kText) line += ": " + std::string(event.text);
-    events_.push_back(line);
+    (event.kind == FlowEvent::Kind::kPrepared ? prepared_ : events_).push_back(line);
     if (also_) also_(event);
   }
 };
@@ -146,7 +165,7 @@ agents:
 
 TEST_F(RunnerTest, HandsOverAlongAChain) {
   Given(kChain);
-  Does("writer", "ready; turn; say one; say two; answer; hold");
+  Does("writer", "say one; say two; answer");
   const ModeResult result = Run();
   ASSERT_TRUE(result.ok());
   EXPECT_THAT(std::vector(events_.begin(), events_.begin() + 2), UnorderedElementsAre("ready writer", "ready editor"));
@@ -168,12 +187,12 @@ TEST_F(RunnerTest, HandsOverAlongAChain) {
   EXPECT_THAT(editor.history, ElementsAre(1, 1, 2, 3));
   EXPECT_EQ(editor.on_miss, OnMiss::kFail);
   EXPECT_EQ(editor.publish_as, "") << "nobody goes on from it";
+  EXPECT_EQ(writer.threads, 2);
+  EXPECT_EQ(ToString(writer.kv), "i8");
+  EXPECT_EQ(ToString(editor.kv), "i4") << "its own choice";
 
-  const AgentSetup setup = SetupOf("writer");
+  const AgentSetup setup = SetupOf("none.gguf");
   EXPECT_EQ(setup.model, "none.gguf");
-  EXPECT_EQ(setup.threads, 2);
-  EXPECT_EQ(ToString(setup.kv), "i8");
-  EXPECT_EQ(ToString(SetupOf("editor").kv), "i4") << "its own choice";
   EXPECT_NE(setup.socket, "");
 
   EXPECT_EQ(result.outputs.at("editor"), "editor-says");
@@ -197,8 +216,8 @@ TEST_F(RunnerTest, TextModeSharesNothing) {
   const ModeResult result = Run();
   ASSERT_TRUE(result.ok());
   EXPECT_EQ(result.kv, "f16");
-  EXPECT_EQ(SetupOf("editor").socket, "");
-  EXPECT_EQ(ToString(SetupOf("editor").kv), "f16");
+  EXPECT_EQ(SetupOf("none.gguf").socket, "");
+  EXPECT_EQ(ToString(TurnOf("editor").kv), "f16");
   EXPECT_EQ(TurnOf("writer").publish_as, "");
   EXPECT_EQ(TurnOf("editor").inherits, "") << "whatever the writer says it published";
   EXPECT_THAT(TurnOf("editor").history, ElementsAre(1, 1, 2, 3));
@@ -211,7 +230,7 @@ TEST_F(RunnerTest, BrokerLivesInAPrivateDirectoryAndGoesWithTheRun) {
   mode_t mode = 0;
   also_ = [&](const FlowEvent& event) {
     if (event.kind != FlowEvent::Kind::kStarted || !socket.empty()) return;
-    socket = SetupOf("writer").socket;
+    socket = SetupOf("none.gguf").socket;
     struct stat info {};
     EXPECT_EQ(::stat(std::filesystem::path(socket).parent_path().c_str(), &info), 0);
     mode = info.st_mode & 07777;
@@ -228,18 +247,20 @@ TEST_F(RunnerTest, FanOutRunsAtTheSameTime) {
   - {name: left, inherits: root}
   - {name: right, inherits: root}
 )");
+  options_.jobs = 2;
   // Each answers only once the other has begun.
-  Does("left", "ready; turn; while [ ! -e right.turn ]; do sleep 0.01; done; answer; hold");
-  Does("right", "ready; turn; while [ ! -e left.turn ]; do sleep 0.01; done; answer; hold");
+  Does("left", "while [ ! -e right.turn ]; do sleep 0.01; done; answer");
+  Does("right", "while [ ! -e left.turn ]; do sleep 0.01; done; answer");
   EXPECT_TRUE(Run().ok());
   EXPECT_EQ(events_.back(), "released root");
 }
 
 TEST_F(RunnerTest, FirstTurnWaitsForAllModels) {
   Given(kChain);
-  Does("editor", "while [ ! -e writer.pid ]; do sleep 0.01; done; sleep 0.1; ready; turn; answer; hold");
+  Loads("none.gguf", "if ! mkdir first 2>&-; then sleep 0.2; fi; ready");
   EXPECT_TRUE(Run().ok());
   EXPECT_LT(Position("ready editor"), Position("started writer"));
+  EXPECT_LT(Position("ready writer"), Position("started writer"));
 }
 
 TEST_F(RunnerTest, CrashFailsTheAgentAndSkipsWhatDependsOnIt) {
@@ -249,7 +270,7 @@ TEST_F(RunnerTest, CrashFailsTheAgentAndSkipsWhatDependsOnIt) {
   - {name: printer, prompt: "{{editor.output}}"}
   - {name: other, prompt: y}
 )");
-  Does("writer", "ready; turn; echo 'reading page 3' >&2; kill -9 $$");
+  Does("writer", "echo 'reading page 3' >&2; kill -9 $$");
   FlowReport report{.modes = {Run()}};
   const ModeResult& result = report.modes[0];
   ASSERT_EQ(result.failures.size(), 1u);
@@ -267,7 +288,8 @@ TEST_F(RunnerTest, CrashFailsTheAgentAndSkipsWhatDependsOnIt) {
 
 TEST_F(RunnerTest, CrashWhileLoading) {
   Given(kChain);
-  Does("editor", "echo 'one\ntwo\nthree\nfour' >&2; exit 3");
+  flow_.agents[1].model = "bad.gguf";
+  Loads("bad.gguf", "echo 'one\ntwo\nthree\nfour' >&2; exit 3");
   const ModeResult result = Run();
   ASSERT_EQ(result.failures.size(), 1u);
   EXPECT_EQ(result.failures[0].error.message,
@@ -277,14 +299,14 @@ TEST_F(RunnerTest, CrashWhileLoading) {
 
 TEST_F(RunnerTest, AgentMayDieAfterItsAnswer) {
   Given(kChain);
-  Does("writer", "ready; turn; answer; exit 1");
+  Does("writer", "answer; exit 1");
   EXPECT_TRUE(Run().ok());
 }
 
 TEST_F(RunnerTest, ErrorsOfAnAgentArriveAsTheyAre) {
   Given(kChain);
   Write("error", ToLine(AgentFailed{Error{Code::kIncompatible, "rope.base differs", Reason::kModelMismatch}}));
-  Does("editor", "ready; turn; cat error; exit 1");
+  Does("editor", "cat error; exit 1");
   const ModeResult result = Run();
   ASSERT_EQ(result.failures.size(), 1u);
   EXPECT_EQ(result.failures[0].error.code, Code::kIncompatible);
@@ -295,7 +317,7 @@ TEST_F(RunnerTest, ErrorsOfAnAgentArriveAsTheyAre) {
 
 TEST_F(RunnerTest, GarbageFailsTheAgent) {
   Given(kChain);
-  Does("writer", "ready; turn; echo 'Segmentation what?'; exec sleep 60");
+  Does("writer", "echo 'Segmentation what?'; exec sleep 60");
   const ModeResult result = Run();
   ASSERT_EQ(result.failures.size(), 1u);
   EXPECT_EQ(result.failures[0].error.code, Code::kCorrupt);
@@ -305,18 +327,25 @@ TEST_F(RunnerTest, GarbageFailsTheAgent) {
 
 TEST_F(RunnerTest, EventsOutOfTurnFailTheAgent) {
   Given(kChain);
-  for (const char* script : {"answer; exec sleep 60", "say early; exec sleep 60", "ready; ready; exec sleep 60"}) {
-    Does("writer", script);
+  const auto expect_failure = [&](const std::string& what) {
     const ModeResult result = Run();
-    ASSERT_EQ(result.failures.size(), 1u) << script;
-    EXPECT_EQ(result.failures[0].error.message, "agent protocol: an event out of turn") << script;
+    ASSERT_EQ(result.failures.size(), 1u) << what;
+    EXPECT_EQ(result.failures[0].agent, "writer");
+    EXPECT_EQ(result.failures[0].error.message, "agent protocol: an event out of turn") << what;
+  };
+  Does("writer", "ready; exec sleep 60");
+  expect_failure("ready in a turn");
+  for (const char* script : {"say early; exec sleep 60", "ready; ready; exec sleep 60"}) {
+    Loads("none.gguf", script);
+    expect_failure(script);
   }
+  ExpectNobodyLeft();
 }
 
 TEST_F(RunnerTest, SilenceEndsWithTheDeadline) {
   Given(kChain);
   options_.turn_deadline = milliseconds(150);
-  Does("writer", "ready; turn; exec sleep 60");
+  Does("writer", "exec sleep 60");
   ModeResult result = Run();
   ASSERT_EQ(result.failures.size(), 1u);
   EXPECT_EQ(result.failures[0].error.code, Code::kTimeout);
@@ -324,7 +353,7 @@ TEST_F(RunnerTest, SilenceEndsWithTheDeadline) {
 
   options_.load_deadline = milliseconds(150);
   options_.turn_deadline = seconds(20);
-  Does("writer", "exec sleep 60");
+  Loads("none.gguf", "exec sleep 60");
   result = Run();
   ASSERT_GE(result.failures.size(), 1u);
   EXPECT_EQ(result.failures[0].error.message, "it was not ready within 0.15 s");
@@ -333,7 +362,7 @@ TEST_F(RunnerTest, SilenceEndsWithTheDeadline) {
 
 TEST_F(RunnerTest, StopEndsAllWithinASecond) {
   Given(kChain);
-  Does("writer", "ready; turn; say begun; trap '' TERM INT HUP; while :; do read x || :; done");
+  Does("writer", "say begun; trap '' TERM INT HUP; while :; do read x || :; done");
   std::atomic<bool> stop{false};
   std::chrono::steady_clock::time_point stopped_at;
   options_.stop = &stop;
@@ -349,9 +378,9 @@ TEST_F(RunnerTest, StopEndsAllWithinASecond) {
   ExpectNobodyLeft();
 }
 
-TEST_F(RunnerTest, AgentThatIgnoresTheHangUpIsKilled) {
+TEST_F(RunnerTest, WorkerThatIgnoresTheHangUpIsKilled) {
   Given(kChain);
-  Does("writer", "ready; turn; answer; exec sleep 60");
+  Does("editor", "answer; exec sleep 60");
   EXPECT_TRUE(Run().ok());
   ExpectNobodyLeft();
 }
@@ -381,7 +410,8 @@ TEST_F(RunnerTest, ReaderWithOtherTokensGetsWords) {
   - {name: b, inherits: a, prompt: second}
   - {name: c, inherits: b, prompt: third}
 )");
-  Does("c", "ready another; turn; answer; hold");
+  flow_.agents[2].model = "other.gguf";
+  Loads("other.gguf", "ready another");
   const ModeResult result = Run();
   ASSERT_TRUE(result.ok());
   const AgentTurn turn = TurnOf("c");
@@ -393,11 +423,223 @@ TEST_F(RunnerTest, ReaderWithOtherTokensGetsWords) {
 
 TEST_F(RunnerTest, ReaderWithOtherTokensFailsIfTextIsNotWanted) {
   Given(kChain);
-  Does("editor", "ready another; turn; answer; hold");
+  flow_.agents[1].model = "other.gguf";
+  Loads("other.gguf", "ready another");
   const ModeResult result = Run();
   ASSERT_EQ(result.failures.size(), 1u);
   EXPECT_EQ(result.failures[0].error.code, Code::kIncompatible);
   EXPECT_EQ(result.failures[0].error.reason, Reason::kTokenizerMismatch);
+}
+
+TEST_F(RunnerTest, AgentsOfOneModelShareWorkers) {
+  std::string yaml = "agents:\n  - {name: a0, prompt: x}\n";
+  for (int i = 1; i < 12; ++i) yaml += fmt::format("  - {{name: a{}, inherits: a{}}}\n", i, i - 1);
+  Given(yaml);
+  EXPECT_TRUE(Run().ok());
+  EXPECT_EQ(Pids().size(), 2u) << "one at work and one getting ready";
+  EXPECT_EQ(prepared_.size(), 11u);
+  ExpectNobodyLeft();
+}
+
+TEST_F(RunnerTest, JobsLimitHowManyWorkAtOneTime) {
+  std::string yaml = "agents:\n";
+  for (int i = 0; i < 9; ++i) yaml += fmt::format("  - {{name: a{}, prompt: x}}\n", i);
+  for (int jobs : {1, 3}) {
+    Given(yaml);
+    for (const FlowAgent& agent : flow_.agents) Does(agent.name, "sleep 0.02; answer");
+    options_.jobs = jobs;
+    int running = 0, most = 0;
+    also_ = [&](const FlowEvent& event) {
+      if (event.kind == FlowEvent::Kind::kStarted) most = std::max(most, ++running);
+      if (event.kind == FlowEvent::Kind::kFinished) --running;
+    };
+    EXPECT_TRUE(Run().ok());
+    EXPECT_EQ(most, jobs);
+  }
+}
+
+TEST_F(RunnerTest, ThreadsAreSharedByThoseWhoWorkTogether) {
+  Given(R"(agents:
+  - {name: a, prompt: x}
+  - {name: b, prompt: x}
+  - {name: c, prompt: x}
+  - {name: last, prompt: "{{a.output}}{{b.output}}{{c.output}}"}
+)");
+  flow_.threads = 8;
+  options_.jobs = 3;
+  EXPECT_TRUE(Run().ok());
+  EXPECT_EQ(TurnOf("a").threads, 2);
+  EXPECT_EQ(TurnOf("b").threads, 2);
+  EXPECT_EQ(TurnOf("last").threads, 8);
+}
+
+TEST_F(RunnerTest, ReadersArePreparedWhileTheirProducersWork) {
+  Given(R"(agents:
+  - {name: a, prompt: x}
+  - {name: b, inherits: a}
+  - {name: c, inherits: b, prompt: y}
+  - {name: d, system: own, reads: [b], prompt: z}
+)");
+  options_.jobs = 2;
+  // The producer answers only once its readers are ready.
+  Does("b", "while [ ! -e c.prepare -o ! -e d.prepare ]; do sleep 0.01; done; answer");
+  EXPECT_TRUE(Run().ok());
+  EXPECT_EQ(PrepareOf("c").context, "id-a") << "what its producer goes on from is there already";
+  EXPECT_FALSE(PrepareOf("c").prefix);
+  EXPECT_TRUE(PrepareOf("d").prefix);
+  EXPECT_EQ(PrepareOf("d").system, "own");
+}
+
+TEST_F(RunnerTest, NothingIsPreparedIfNotWanted) {
+  Given(kChain);
+  options_.ahead = false;
+  const ModeResult result = Run();
+  EXPECT_TRUE(result.ok());
+  EXPECT_THAT(prepared_, IsEmpty());
+  EXPECT_EQ(Pids().size(), 1u);
+  EXPECT_EQ(result.hops[1].prepared_ms, 0);
+}
+
+TEST_F(RunnerTest, ContextsThatAreReadTravelWithTheirTokens) {
+  Given(R"(agents:
+  - {name: a, prompt: x}
+  - {name: b, prompt: x}
+  - {name: c, system: own, prompt: z, reads: [b, {from: a, on_miss: fail}]}
+)");
+  EXPECT_TRUE(Run().ok());
+  AgentTurn turn = TurnOf("c");
+  ASSERT_EQ(turn.reads.size(), 2u);
+  EXPECT_EQ(turn.reads[0].context, "id-b") << "in the order of the file";
+  EXPECT_THAT(turn.reads[0].history, ElementsAre(2, 1, 2, 3));
+  EXPECT_EQ(turn.reads[1].context, "id-a");
+  EXPECT_EQ(turn.reads[1].on_miss, OnMiss::kFail);
+  EXPECT_EQ(turn.inherits, "");
+  options_.mode = FlowMode::kText;
+  EXPECT_TRUE(Run().ok());
+  turn = TurnOf("c");
+  ASSERT_EQ(turn.reads.size(), 2u);
+  EXPECT_EQ(turn.reads[1].context, "") << "text is wanted";
+  EXPECT_THAT(turn.reads[1].history, ElementsAre(1, 1, 2, 3));
+}
+
+TEST_F(RunnerTest, AContextBeyondTheBudgetIsReadAsText) {
+  Given(R"(agents:
+  - {name: a, prompt: x}
+  - {name: fits, inherits: {from: a, budget: 4}}
+  - {name: beyond, inherits: {from: a, budget: 3}}
+  - {name: strict, inherits: {from: a, budget: 3, on_miss: fail}}
+)");
+  const ModeResult result = Run();
+  EXPECT_EQ(TurnOf("fits").inherits, "id-a");
+  EXPECT_EQ(TurnOf("beyond").inherits, "");
+  EXPECT_THAT(TurnOf("beyond").history, ElementsAre(1, 1, 2, 3));
+  ASSERT_EQ(result.hops.size(), 3u);
+  EXPECT_EQ(result.hops[2].reason, Reason::kTooLong);
+  ASSERT_EQ(result.failures.size(), 1u);
+  EXPECT_EQ(result.failures[0].agent, "strict");
+  EXPECT_EQ(result.failures[0].error.message, "the context of 'a' has 4 tokens, the budget is 3");
+}
+
+TEST_F(RunnerTest, AContextThatCouldNotBePublishedIsReadAsText) {
+  Given(kChain);
+  flow_.agents[1].edges[0].on_miss = OnMiss::kText;
+  TurnResult result;
+  result.context_tokens = {7, 8};
+  result.publish_error = "the broker is gone";
+  Write("writer.done", ToLine(AgentDone{result}));
+  const ModeResult ran = Run();
+  ASSERT_TRUE(ran.ok());
+  EXPECT_EQ(TurnOf("editor").inherits, "");
+  EXPECT_THAT(TurnOf("editor").history, ElementsAre(7, 8));
+  EXPECT_EQ(ran.hops[1].reason, Reason::kPeerLost);
+  EXPECT_THAT(ran.hops[1].reason_detail, HasSubstr("the broker is gone"));
+}
+
+TEST_F(RunnerTest, CrashIsTriedAgainAsOftenAsWanted) {
+  Given(kChain);
+  flow_.agents[0].retries = 2;
+  Does("writer", "echo x >> tries; if [ $(wc -l < tries) -lt 3 ]; then kill -9 $$; fi; answer");
+  const ModeResult result = Run();
+  ASSERT_TRUE(result.ok());
+  EXPECT_EQ(result.hops[0].attempts, 3);
+  EXPECT_EQ(std::count(events_.begin(), events_.end(), "retried writer"), 2);
+
+  std::filesystem::remove(directory_ / "tries");
+  flow_.agents[0].retries = 1;
+  EXPECT_EQ(Run().failures.size(), 1u);
+  ExpectNobodyLeft();
+}
+
+TEST_F(RunnerTest, WhatWouldFailAgainIsNotTriedAgain) {
+  Given(kChain);
+  flow_.agents[0].retries = 5;
+  Write("error", ToLine(AgentFailed{Error{Code::kInvalidArgument, "too long", Reason::kTooLong}}));
+  Does("writer", "echo x >> tries; cat error");
+  EXPECT_EQ(Run().failures.size(), 1u);
+  EXPECT_EQ(Read("tries"), "x\n");
+}
+
+TEST_F(RunnerTest, AWorkerSurvivesItsAgentsError) {
+  Given("agents:\n  - {name: bad, prompt: x, max_tokens: 999}\n  - {name: good, prompt: y}\n");
+  options_.jobs = 1;
+  options_.ahead = false;
+  Write("error", ToLine(AgentFailed{Error{Code::kInvalidArgument, "too long", Reason::kTooLong}}));
+  Does("bad", "cat error");
+  const ModeResult result = Run();
+  EXPECT_EQ(result.failures.size(), 1u);
+  EXPECT_EQ(result.hops.size(), 1u);
+  EXPECT_EQ(Pids().size(), 1u);
+}
+
+TEST_F(RunnerTest, AnAgentsOwnDeadlineCounts) {
+  Given(kChain);
+  flow_.agents[0].deadline_s = 0.15;
+  Does("writer", "exec sleep 60");
+  const ModeResult result = Run();
+  ASSERT_EQ(result.failures.size(), 1u);
+  EXPECT_EQ(result.failures[0].error.message, "it was not done within 0.15 s");
+}
+
+TEST_F(RunnerTest, TheGapIsFromTheLastProducersLastToken) {
+  Given(kChain);
+  TurnResult writer, editor;
+  writer.context_id = "w";
+  writer.context_tokens = {1};
+  writer.first_token_at_ms = 1000;
+  writer.last_token_at_ms = 1500;
+  editor.first_token_at_ms = 1620;
+  Write("writer.done", ToLine(AgentDone{writer}));
+  Write("editor.done", ToLine(AgentDone{editor}));
+  const ModeResult result = Run();
+  ASSERT_EQ(result.hops.size(), 2u);
+  EXPECT_EQ(result.hops[0].gap_ms, -1);
+  EXPECT_EQ(result.hops[1].gap_ms, 120);
+}
+
+TEST_F(RunnerTest, EveryInterleavingGivesTheSameResult) {
+  std::string yaml = R"(agents:
+  - {name: a, prompt: x}
+  - {name: b, prompt: x}
+  - {name: c, inherits: a, prompt: "{{b.output}}"}
+  - {name: d, reads: [a, b], prompt: y}
+  - {name: e, inherits: c, text: d}
+)";
+  std::map<std::string, std::string> turns;
+  for (int round = 0; round < 20; ++round) {
+    Given(yaml);
+    options_.jobs = 1 + round % 4;
+    options_.ahead = round % 2 == 0;
+    for (size_t i = 0; i < flow_.agents.size(); ++i) {
+      Does(flow_.agents[i].name, fmt::format("sleep 0.0{}; answer", (round * 7 + static_cast<int>(i) * 3) % 5));
+    }
+    ASSERT_TRUE(Run().ok());
+    for (const FlowAgent& agent : flow_.agents) {
+      AgentTurn turn = TurnOf(agent.name);
+      turn.threads = 1;  // all that may differ
+      const auto [known, is_new] = turns.emplace(agent.name, ToLine(turn));
+      EXPECT_EQ(known->second, ToLine(turn)) << "round " << round;
+    }
+  }
 }
 
 TEST_F(RunnerTest, CompareRunsTextThenEveryCodecOfTheFlow) {

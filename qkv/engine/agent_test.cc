@@ -1,0 +1,241 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/engine/agent.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <set>
+
+#include "qkv/broker/server.h"
+#include "qkv/engine/test_support.h"
+
+namespace qkv {
+namespace {
+
+using ::qkv::testing::SourceTokens;
+using ::qkv::testing::TestModel;
+using ::testing::HasSubstr;
+
+constexpr CodecPair kF16 = {CodecId::kF16, CodecId::kF16};
+constexpr CodecPair kI8 = {CodecId::kI8, CodecId::kI8};
+
+class AgentTest : public ::testing::Test {
+ protected:
+  AgentTest() {
+    std::string path = (std::filesystem::temp_directory_path() / "agent_test.XXXXXX").string();
+    EXPECT_NE(::mkdtemp(path.data()), nullptr);
+    directory_ = path;
+    BrokerOptions options;
+    options.socket_path = directory_ + "/broker.sock";
+    server_ = *BrokerServer::Start(options);
+    client_ = *BrokerClient::Connect(options.socket_path);
+  }
+  ~AgentTest() override { std::filesystem::remove_all(directory_); }
+
+  std::unique_ptr<Sequence> NewSequence(CodecPair kv = kI8, int n_ctx = 1024) {
+    SequenceOptions options;
+    options.n_ctx = n_ctx;
+    options.n_threads = 2;
+    options.kv = kv;
+    return *Sequence::Create(TestModel(), options);
+  }
+  Agent NewAgent(CodecPair kv = kI8, const WarmSegments* warm = nullptr, int n_ctx = 1024) {
+    return Agent(TestModel(), NewSequence(kv, n_ctx), client_.get(), warm);
+  }
+  // Publishes some tokens under a name; the context's id.
+  std::string Published(const std::string& name, size_t first, size_t n) {
+    auto sequence = NewSequence();
+    EXPECT_TRUE(sequence->Forward(SourceTokens(first, n)));
+    const auto context = sequence->Publish({.name = name});
+    EXPECT_TRUE(context && PublishContext(*client_, *context));
+    return context->card.id();
+  }
+  TurnRequest ReadsTwo() {
+    TurnRequest request;
+    request.system = "You are brief.";
+    request.prompt = "What is this about?";
+    request.reads = {{.context = "one", .history = SourceTokens(0, 40)},
+                     {.context = "two", .history = SourceTokens(99, 50)}};
+    request.max_tokens = 6;
+    request.digest_logits = true;
+    return request;
+  }
+
+  std::string directory_;
+  std::unique_ptr<BrokerServer> server_;
+  std::unique_ptr<BrokerClient> client_;
+};
+
+TEST_F(AgentTest, WarmSegmentsAreUsedInPlaceOfNewMappings) {
+  const std::string id = Published("x", 0, 70);
+  WarmSegments warm;
+  const auto bytes = warm.Add(*client_, "x", 1);
+  ASSERT_TRUE(bytes) << bytes.error().message;
+  EXPECT_GT(*bytes, 0u);
+  EXPECT_EQ(warm.Add(*client_, id, 1).value(), 0u) << "all of it is here";
+  EXPECT_EQ(client_->List()->contexts[0].n_leases, 0u) << "nobody holds it yet";
+
+  const auto fetched = FetchContext(*client_, id, &warm);
+  ASSERT_TRUE(fetched);
+  EXPECT_EQ(fetched->segments[0], warm.Find(fetched->segments[0]->digest()));
+  EXPECT_NE(FetchContext(*client_, id)->segments[0], fetched->segments[0]);
+  EXPECT_FALSE(warm.Add(*client_, "nobody", 1));
+}
+
+TEST_F(AgentTest, WarmPagesNeedNoSecondCheckAndGiveTheSame) {
+  Published("x", 0, 70);
+  WarmSegments warm;
+  ASSERT_TRUE(warm.Add(*client_, "x", 1));
+  TurnRequest request;
+  request.inherits = "x";
+  request.prompt = "Go on.";
+  request.max_tokens = 5;
+  request.digest_logits = true;
+  Agent cold = NewAgent(), warmed = NewAgent(kI8, &warm);
+  const auto a = cold.Run(request), b = warmed.Run(request);
+  ASSERT_TRUE(a && b);
+  EXPECT_EQ(a->logits_digest, b->logits_digest);
+  EXPECT_EQ(b->mode, HandoffMode::kAttach);
+}
+
+TEST_F(AgentTest, LetsItsLeaseGo) {
+  Published("x", 0, 40);
+  {
+    Agent agent = NewAgent();
+    TurnRequest request;
+    request.inherits = "x";
+    request.max_tokens = 1;
+    ASSERT_TRUE(agent.Run(request));
+    EXPECT_EQ(client_->List()->contexts[0].n_leases, 1u);
+  }
+  EXPECT_EQ(client_->List()->contexts[0].n_leases, 0u);
+}
+
+TEST_F(AgentTest, ContextsBehindAPrefixAreReadAsTextWithTheReason) {
+  Agent agent = NewAgent();
+  const auto result = agent.Run(ReadsTwo());
+  ASSERT_TRUE(result) << result.error().message;
+  EXPECT_EQ(result->mode, HandoffMode::kText);
+  EXPECT_EQ(result->reason, Reason::kVersion);
+  EXPECT_THAT(result->reason_detail, HasSubstr("splice"));
+
+  // By hand: the system message in a call of its own, then the contexts and the prompt.
+  const Vocab vocab(*TestModel());
+  const auto prefix = vocab.SystemTurn("You are brief.").value();
+  std::vector<Token> rest = SourceTokens(0, 40);
+  const auto more = SourceTokens(99, 50), prompt = vocab.NextTurn("What is this about?").value();
+  rest.insert(rest.end(), more.begin(), more.end());
+  rest.insert(rest.end(), prompt.begin(), prompt.end());
+  auto by_hand = NewAgent();
+  ASSERT_TRUE(by_hand.sequence().Forward(prefix));
+  TurnRequest request = ReadsTwo();
+  ASSERT_TRUE(by_hand.sequence().Forward(rest));
+  Sampler sampler(Sampling{});
+  EXPECT_EQ(result->output_tokens[0], sampler.Sample(by_hand.sequence().logits()));
+  EXPECT_EQ(result->tokens_recomputed, static_cast<int64_t>(prefix.size() + rest.size()));
+  std::vector<Token> all = prefix;
+  all.insert(all.end(), rest.begin(), rest.end());
+  EXPECT_TRUE(std::equal(all.begin(), all.end(), result->context_tokens.begin()));
+}
+
+TEST_F(AgentTest, APrefixThatWasReadAheadGivesTheSame) {
+  Agent at_once = NewAgent(), ahead = NewAgent(), other = NewAgent();
+  ASSERT_TRUE(ahead.ReadPrefix("You are brief."));
+  ASSERT_TRUE(other.ReadPrefix("You are somebody else."));
+  const auto a = at_once.Run(ReadsTwo()), b = ahead.Run(ReadsTwo()), c = other.Run(ReadsTwo());
+  ASSERT_TRUE(a && b && c);
+  EXPECT_EQ(a->logits_digest, b->logits_digest);
+  EXPECT_EQ(a->logits_digest, c->logits_digest) << "another prefix does not stay";
+}
+
+TEST_F(AgentTest, ContextsBehindAPrefixFailWhereTextIsNotWanted) {
+  Agent agent = NewAgent();
+  TurnRequest request = ReadsTwo();
+  request.reads[1].on_miss = OnMiss::kFail;
+  const auto result = agent.Run(request);
+  ASSERT_FALSE(result);
+  EXPECT_EQ(result.error().code, Code::kIncompatible);
+  EXPECT_EQ(result.error().reason, Reason::kVersion);
+}
+
+TEST_F(AgentTest, ABudgetTurnsALongContextIntoText) {
+  Published("x", 0, 70);
+  TurnRequest request;
+  request.inherits = "x";
+  request.max_tokens = 1;
+  request.prompt = "Go on.";
+  request.budget = 69;
+  const auto result = NewAgent().Run(request);
+  ASSERT_TRUE(result) << result.error().message;
+  EXPECT_EQ(result->mode, HandoffMode::kText);
+  EXPECT_EQ(result->reason, Reason::kTooLong);
+  request.budget = 70;
+  EXPECT_EQ(NewAgent().Run(request)->mode, HandoffMode::kAttach);
+}
+
+TEST_F(AgentTest, FailingToPublishCostsNotTheAnswerIfThatIsAllowed) {
+  TurnRequest request;
+  request.prompt = "Name a river.";
+  request.max_tokens = 3;
+  request.publish_as = "x";
+  Agent agent = NewAgent();
+  server_.reset();
+  EXPECT_FALSE(NewAgent().Run(request));
+  request.publish_may_fail = true;
+  const auto result = agent.Run(request);
+  ASSERT_TRUE(result) << result.error().message;
+  EXPECT_NE(result->text, "");
+  EXPECT_EQ(result->context_id, "");
+  EXPECT_NE(result->publish_error, "");
+}
+
+TEST_F(AgentTest, AnnouncesWhatIsSealedAndChangesNothing) {
+  // In f16 a first segment of 16 MiB holds some 700 tokens of this model.
+  TurnRequest request;
+  request.history = SourceTokens(0, 900);
+  request.prompt = "Go on.";
+  request.max_tokens = 40;
+  request.ignore_eos = true;
+  request.digest_logits = true;
+  request.publish_as = "whole";
+  Agent silent = NewAgent(kF16), telling = NewAgent(kF16);
+  const auto a = silent.Run(request);
+  ASSERT_TRUE(a) << a.error().message;
+
+  int64_t announced = 0;
+  request.on_announced = [&](const std::string& id, int64_t n_tokens) {
+    announced = n_tokens;
+    const auto context = FetchContext(*client_, id);
+    ASSERT_TRUE(context) << context.error().message;
+    EXPECT_EQ(context->card.token_ids_size(), n_tokens);
+    const std::vector<Token> tokens(context->card.token_ids().begin(), context->card.token_ids().end());
+    EXPECT_EQ(tokens, SourceTokens(0, static_cast<size_t>(n_tokens)));
+    auto reader = NewSequence(kF16);
+    EXPECT_TRUE(reader->Attach(*context)) << "a context like any other";
+    (void)client_->ReleaseLease(context->lease);
+  };
+  const auto b = telling.Run(request);
+  ASSERT_TRUE(b) << b.error().message;
+  EXPECT_GE(announced, 512);
+  EXPECT_LT(announced, 900);
+  EXPECT_EQ(a->logits_digest, b->logits_digest);
+  std::set<std::string> ids;
+  for (const ContextInfo& context : client_->List()->contexts) ids.insert(context.id);
+  EXPECT_EQ(ids, (std::set<std::string>{a->context_id, b->context_id})) << "what was announced is gone";
+}
+
+TEST(SystemTurn, IsHowAConversationBegins) {
+  const Vocab vocab(*TestModel());
+  const auto system = vocab.SystemTurn("You are brief.").value(),
+             first = vocab.FirstTurn("You are brief.", "Hello").value();
+  ASSERT_LT(system.size(), first.size());
+  ASSERT_GT(system.size(), 5u);
+  EXPECT_TRUE(std::equal(system.begin(), system.end(), first.begin()));
+}
+
+}  // namespace
+}  // namespace qkv
