@@ -214,6 +214,23 @@ TEST_F(Cli, AFlowThatInheritsFromNobodyKnownIsRefused) {
       {"flow.yaml:5:", "'editor'", "'writter'", "did you mean 'writer'?"});
 }
 
+TEST_F(Cli, APlanNeedsNoModelAndStartsNothing) {
+  Write("flow.yaml",
+        "inputs: {topic: mills}\nagents:\n  - name: writer\n    prompt: 'On {{input.topic}}.'\n"
+        "  - {name: editor, inherits: writer}\n");
+  const Ran text = Run({"plan", "flow.yaml"});
+  EXPECT_EQ(text.status, 0) << text.errors;
+  EXPECT_THAT(text.output, HasSubstr("longest way: writer > editor"));
+  EXPECT_THAT(Run({"plan", "flow.yaml", "--format", "dot"}).output, HasSubstr("\"writer\" -> \"editor\""));
+  EXPECT_THAT(Run({"plan", "flow.yaml", "--format", "mermaid"}).output, HasSubstr("a0 ==>|inherits| a1"));
+  const Json json = Json::parse(Run({"plan", "flow.yaml", "--json"}).output, nullptr, false);
+  ASSERT_FALSE(json.is_discarded());
+  EXPECT_EQ(json["critical_path"], Json({"writer", "editor"}));
+  ExpectRefused({"plan", "flow.yaml", "--input", "topc=x"}, {"there is no input 'topc'", "did you mean 'topic'?"});
+  ExpectRefused({"plan", "flow.yaml", "--input", "topic"}, {"--input 'topic': expected NAME=TEXT or NAME=@FILE"});
+  ExpectRefused({"plan", "flow.yaml", "--input", "topic=@nowhere.txt"}, {"nowhere.txt", "No such file"});
+}
+
 TEST_F(Cli, AReportThatCannotBeWrittenIsRefusedBeforeTheRun) {
   Write("flow.yaml", "agents:\n  - name: writer\n    prompt: Write.\n    max_tokens: 1\n");
   const Args run = {"run", "flow.yaml", "-m", TestModelPath(), "--json"};
@@ -278,8 +295,8 @@ TEST_F(Cli, ABadValueIsNamed) {
 
 TEST_F(Cli, EveryCommandExplainsItselfWithAnExample) {
   const std::vector<Args> commands = {
-      {},      {"run"},     {"generate"}, {"publish"}, {"attach"}, {"broker"},          {"ls"},
-      {"top"}, {"inspect"}, {"verify"},   {"release"}, {"bench"},  {"bench", "handoff"}};
+      {},          {"run"},    {"generate"}, {"publish"}, {"attach"},           {"broker"},        {"ls"},  {"top"},
+      {"inspect"}, {"verify"}, {"release"},  {"bench"},   {"bench", "handoff"}, {"bench", "flow"}, {"plan"}};
   for (Args args : commands) {
     args.push_back("--help");
     const Ran ran = Run(args);

@@ -264,7 +264,7 @@ agents:
   - {name: a, prompt: Name a river., max_tokens: 4}
   - {name: b, inherits: a, prompt: "Tell a long story, and never stop.", max_tokens: 3000, temperature: 1.5, top_k: 0,
      top_p: 1, min_p: 0}
-  - {name: c, inherits: b, prompt: And then?, max_tokens: 4}
+  - {name: c, inherits: b, prompt: "And then?", max_tokens: 4}
 )";
 
 TEST_F(FlowFaults, CtrlCAtFiftyMomentsEndsAllWithinASecond) {
@@ -324,7 +324,7 @@ TEST_F(FlowFaults, AKilledBrokerCostsTimeButNoWork) {
 agents:
   - {name: a, prompt: Name a river., max_tokens: 4}
   - {name: b, inherits: a, prompt: Tell a story., max_tokens: 250, temperature: 1.2}
-  - {name: c, inherits: b, prompt: And then?, max_tokens: 4}
+  - {name: c, inherits: b, prompt: "And then?", max_tokens: 4}
 )");
   const auto end = std::chrono::steady_clock::now() + kPatience;
   while (!BrokerClient::Connect(socket) && std::chrono::steady_clock::now() < end) {
@@ -361,7 +361,7 @@ TEST_F(FlowFaults, AMissingModelFailsOnlyWhatNeedsIt) {
 
 TEST_F(FlowFaults, APassedDeadlineFailsTheAgent) {
   const std::string flow = Write("flow.yaml", std::string(kShort) +
-                                                  "  - {name: d, prompt: Tell a long story., max_tokens: 500, "
+                                                  "  - {name: d, prompt: Tell a long story., max_tokens: 400, "
                                                   "temperature: 1.5, top_k: 0, top_p: 1, min_p: 0, deadline: 0.4}\n");
   auto runner = Start({"run", flow, "-m", TestModelPath(), "--json", dir_.path() + "/report.json"});
   EXPECT_EQ(runner->Wait(kPatience), 1) << runner->errors();

@@ -79,7 +79,7 @@ TEST_F(AgentTest, WarmSegmentsAreUsedInPlaceOfNewMappings) {
   EXPECT_EQ(warm.Add(*client_, id, 1).value(), 0u) << "all of it is here";
   EXPECT_EQ(client_->List()->contexts[0].n_leases, 0u) << "nobody holds it yet";
 
-  const auto fetched = FetchContext(*client_, id, &warm);
+  const auto fetched = FetchContext(*client_, id, nullptr, &warm);
   ASSERT_TRUE(fetched);
   EXPECT_EQ(fetched->segments[0], warm.Find(fetched->segments[0]->digest()));
   EXPECT_NE(FetchContext(*client_, id)->segments[0], fetched->segments[0]);
@@ -224,7 +224,9 @@ TEST_F(AgentTest, AnnouncesWhatIsSealedAndChangesNothing) {
   EXPECT_LT(announced, 900);
   EXPECT_EQ(a->logits_digest, b->logits_digest);
   std::set<std::string> ids;
-  for (const ContextInfo& context : client_->List()->contexts) ids.insert(context.id);
+  const auto status = client_->List();
+  ASSERT_TRUE(status);
+  for (const ContextInfo& context : status->contexts) ids.insert(context.id);
   EXPECT_EQ(ids, (std::set<std::string>{a->context_id, b->context_id})) << "what was announced is gone";
 }
 

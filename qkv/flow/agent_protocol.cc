@@ -188,7 +188,7 @@ std::string_view OnMissName(OnMiss on_miss) {
 }
 
 Json ToJson(const AgentSetup& setup) {
-  return {{"type", "setup"}, {"model", setup.model}, {"socket", setup.socket}};
+  return {{"type", "setup"}, {"model", setup.model}, {"socket", setup.socket}, {"warm_up", setup.warm_up}};
 }
 
 Json ToJson(const AgentPrepare& prepare) {
@@ -369,6 +369,7 @@ Result<AgentCommand> ParseAgentCommand(std::string_view line) {
     AgentSetup setup;
     fields.Read("model", setup.model);
     fields.Read("socket", setup.socket);
+    fields.Read("warm_up", setup.warm_up);
     command = std::move(setup);
   } else if (type == "prepare") {
     AgentPrepare prepare;

@@ -28,8 +28,9 @@ inline constexpr size_t kMaxAgentLineBytes = size_t{64} << 20;
 
 // To load a model and reach the broker.
 struct AgentSetup {
-  std::string model;   // path
-  std::string socket;  // the broker's; empty: nobody here inherits or publishes
+  std::string model;     // path
+  std::string socket;    // the broker's; empty: nobody here inherits or publishes
+  bool warm_up = false;  // compute something with the model before saying ready: its pages are in place then
 };
 
 // What an agent's turn will need, ahead of it.

@@ -31,9 +31,11 @@ std::string EventError(std::string_view line) {
 }
 
 TEST(AgentProtocol, SetupArrivesWhole) {
-  const AgentSetup got = There(AgentSetup{.model = "/m/x.gguf", .socket = "/tmp/s"}, ParseAgentCommand);
+  const AgentSetup got =
+      There(AgentSetup{.model = "/m/x.gguf", .socket = "/tmp/s", .warm_up = true}, ParseAgentCommand);
   EXPECT_EQ(got.model, "/m/x.gguf");
   EXPECT_EQ(got.socket, "/tmp/s");
+  EXPECT_TRUE(got.warm_up);
 }
 
 TEST(AgentProtocol, PrepareArrivesWhole) {

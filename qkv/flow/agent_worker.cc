@@ -11,9 +11,11 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "qkv/base/fd.h"
 #include "qkv/broker/client.h"
@@ -85,6 +87,7 @@ class Worker {
     // Digests are made at the first use; here nobody waits for them yet.
     const std::string tokenizer = model_->identity().tokenizer_digest();
     ConnectBroker();
+    if (setup->warm_up) WarmUp();
     channel_.Send(AgentReady{.load_ms = MsSince(start), .tokenizer = tokenizer});
 
     while (const std::optional<std::string> next = channel_.ReadLine()) {
@@ -106,6 +109,16 @@ class Worker {
   }
 
  private:
+  // The first step of a process finds none of the model's pages in place. What comes out here is nobody's, and if it fails
+  // the first turn will say so.
+  void WarmUp() {
+    constexpr int kPrompt = 16;  // enough for the kernels that prompts are read with
+    auto sequence = Sequence::Create(model_, {.n_ctx = 2 * kPrompt, .n_threads = 1});
+    if (!sequence) return;
+    const std::vector<Token> tokens(kPrompt, 0);
+    if ((*sequence)->Forward(tokens)) (void)(*sequence)->Forward(std::span(tokens).first(1));
+  }
+
   // Without a broker nothing can be taken over or published; the ladder knows what to do then.
   void ConnectBroker() {
     if (socket_.empty() || (broker_ != nullptr && !broker_->lost())) return;

@@ -175,8 +175,8 @@ class Run {
   FlowWorker* StartWorker(int i) {
     std::vector<std::string> argv = options_.worker_argv;
     if (argv.empty()) argv = {"/proc/self/exe", "agent-worker"};
-    auto worker =
-        FlowWorker::Start(argv, {.model = ModelOf(i), .socket = socket_}, i, Clock::now() + options_.load_deadline);
+    const AgentSetup setup{.model = ModelOf(i), .socket = socket_, .warm_up = options_.ahead};
+    auto worker = FlowWorker::Start(argv, setup, i, Clock::now() + options_.load_deadline);
     if (!worker) {
       FailAttempt(i, worker.error());
       return nullptr;
@@ -486,9 +486,9 @@ class Run {
     for (int i : change.skipped) {
       result_.skipped.push_back(agent(i).name);
       Tell(FlowEvent::Kind::kSkipped, i);
-      for (const auto& worker : workers_) {
-        if (worker != nullptr && worker->prepared == i) worker->prepared = -1;
-      }
+    }
+    for (const auto& worker : workers_) {
+      if (worker != nullptr && worker->prepared >= 0 && over(worker->prepared)) worker->prepared = -1;
     }
     for (int i : change.released) {
       released_[i] = true;

@@ -23,8 +23,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   for (const auto& agent : flow->agents) outputs[agent.name] = "said";
   for (size_t i = 0; i < graph.size(); ++i) {
     const auto& agent = flow->agents[i];
-    QKV_CHECK(agent.inherits.empty() ? graph[i].inherits < 0 : outputs.contains(agent.inherits));
-    QKV_CHECK(qkv::FillIn(agent.prompt, flow->inputs, outputs).has_value());
+    QKV_CHECK(agent.inherits().empty() == (graph[i].inherits < 0));
+    for (const auto& edge : agent.edges) QKV_CHECK(!flow->Resolve(agent, edge.from).empty());
+    QKV_CHECK(flow->SystemOf(agent, outputs).has_value());
+    QKV_CHECK(flow->PromptOf(agent, outputs).has_value());
   }
   return 0;
 }
