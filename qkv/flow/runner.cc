@@ -551,9 +551,11 @@ class Run {
     }
   }
 
+  // What its worker did not record as stages.
   void AddPhases(int i, const HopResult& hop) {
     const double start_us = std::chrono::duration<double, std::micro>(first_turn_.time_since_epoch()).count();
     for (const HopPhase& phase : PhasesOf(hop)) {
+      if (phase.kind != HopPhase::Kind::kWaiting && phase.kind != HopPhase::Kind::kDecode) continue;
       result_.trace.push_back({.process = hop.agent,
                                .name = std::string(PhaseName(phase.kind)),
                                .start_us = start_us + 1000 * phase.start_ms,
