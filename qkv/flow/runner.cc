@@ -524,7 +524,7 @@ class Run {
       const TurnResult& turn = state.result;
       HopResult hop = state.hop;
       hop.agent = agent(i).name;
-      hop.from = std::string(agent(i).inherits());
+      if (node(i).inherits >= 0) hop.from = agent(node(i).inherits).name;
       for (int producer : node(i).reads) hop.from += (hop.from.empty() ? "" : ", ") + agent(producer).name;
       hop.handoff = turn.mode == HandoffMode::kNone ? HandoffMode::kText : turn.mode;
       hop.reason = state.reason != Reason::kNone ? state.reason : turn.reason;
