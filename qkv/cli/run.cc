@@ -73,6 +73,9 @@ Result<int> Run(const Options& options) {
   action.sa_handler = RequestStop;
   ::sigaction(SIGINT, &action, nullptr);
   ::sigaction(SIGTERM, &action, nullptr);
+  struct sigaction before {};
+  ::sigaction(SIGHUP, nullptr, &before);
+  if (before.sa_handler != SIG_IGN) ::sigaction(SIGHUP, &action, nullptr);  // nohup means it
 
   FlowReport report;
   if (options.compare) {
