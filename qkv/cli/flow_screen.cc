@@ -45,9 +45,12 @@ void FlowScreen::Show(const FlowEvent& event) {
     case FlowEvent::Kind::kReady:
     case FlowEvent::Kind::kReleased: return;
     case FlowEvent::Kind::kPrepared:
-      if (!rows_.contains(agent)) {
-        rows_[agent].state = fmt::format("waits, prepared: {} tokens read, {:.1f} MB of pages checked", event.done,
-                                         static_cast<double>(event.total) / 1e6);
+      if (!rows_.contains(agent) || rows_[agent].state.starts_with("waits")) {
+        rows_[agent].state = "waits, prepared";
+        if (event.done > 0) rows_[agent].state += fmt::format(", {} tokens read", event.done);
+        if (event.total > 0) {
+          rows_[agent].state += fmt::format(", {:.1f} MB of pages checked", static_cast<double>(event.total) / 1e6);
+        }
       }
       break;
     case FlowEvent::Kind::kStarted:

@@ -283,43 +283,70 @@ Status Agent::ReadPrefix(const std::string& system) {
 }
 
 Status Agent::ReadBehindPrefix(const TurnRequest& request, TurnResult& result) {
-  result.mode = HandoffMode::kText;
-  const bool wanted = std::any_of(request.reads.begin(), request.reads.end(),
-                                  [](const ContextToRead& read) { return !read.context.empty(); });
-  if (wanted) {
-    result.reason = Reason::kVersion;
-    result.reason_detail = "this version cannot use a context behind another prefix (splice)";
-    result.steps_down.push_back(
-        {.from = HandoffMode::kSplice, .reason = result.reason, .detail = result.reason_detail});
-  }
-  size_t n_context = 0;
+  const ContextToRead& front = request.reads.front();
+  // Behind nothing, the first context stands where it was made, so that its pages can be used as they are.
+  const bool as_heir = request.system.empty() && !front.context.empty();
+  const auto moved = std::span(request.reads).subspan(as_heir ? 1 : 0);
+  std::vector<Token> others;
   for (const ContextToRead& read : request.reads) {
-    if (read.on_miss == OnMiss::kFail && !read.context.empty()) {
+    const bool is_moved = &read >= moved.data();
+    if (is_moved && !read.context.empty() && result.reason == Reason::kNone) {
+      result.reason = Reason::kVersion;
+      result.reason_detail = "this version cannot use a context behind another prefix (splice)";
+      result.steps_down.push_back(
+          {.from = HandoffMode::kSplice, .reason = result.reason, .detail = result.reason_detail});
+    }
+    if (is_moved && !read.context.empty() && read.on_miss == OnMiss::kFail) {
       return Err(Code::kIncompatible, result.reason, "{}", result.reason_detail);
     }
     if (read.history.empty()) {
-      return Err(Code::kInvalidArgument, result.reason, "{}; and there is no text to fall back to",
-                 result.reason_detail);
+      return Err(Code::kInvalidArgument, result.reason, "a context to read came without its tokens");
     }
-    n_context += read.history.size();
+    if (&read != &front) others.insert(others.end(), read.history.begin(), read.history.end());
   }
-  if (!request.system.empty()) {
+
+  if (as_heir) {
+    TurnRequest heir = request;
+    heir.inherits = front.context;
+    std::vector<Token> history = front.history;
+    result.steps_down.emplace(result.steps_down.begin());
+    const Status attached = Attach(heir, others, history, result);
+    if (attached) {
+      result.steps_down.erase(result.steps_down.begin());
+      // Taken over whole, or in part: then the reason says why not the rest.
+      result.mode = moved.empty() ? HandoffMode::kAttach : HandoffMode::kText;
+      result.tokens_reused = sequence_->stats().tokens_reused;
+      result.tokens_recomputed = sequence_->stats().tokens_recomputed;
+      return {};
+    }
+    StepDown& step = result.steps_down.front();
+    step.reason = attached.error().reason == Reason::kNone ? Reason::kPeerLost : attached.error().reason;
+    step.detail = attached.error().message;
+    result.reason = step.reason;
+    result.reason_detail = step.detail;
+    if (front.on_miss == OnMiss::kFail) return attached;
+  }
+
+  result.mode = HandoffMode::kText;
+  if (request.system.empty()) {
+    sequence_->Clear();
+  } else {
     // In a call of its own, whether it was read ahead or not: where calls end is part of the result.
     QKV_RETURN_IF_ERROR(ReadPrefix(request.system));
   }
   QKV_ASSIGN_OR_RETURN(const auto prompt, TurnTokens(request, false));
+  const size_t n_context = front.history.size() + others.size();
   QKV_RETURN_IF_ERROR(CheckRoom(request, sequence_->tokens().size() + n_context, prompt.size()));
-  std::vector<Token> tokens;
-  for (const ContextToRead& read : request.reads) {
-    tokens.insert(tokens.end(), read.history.begin(), read.history.end());
-  }
+  std::vector<Token> tokens = front.history;
+  tokens.insert(tokens.end(), others.begin(), others.end());
   tokens.insert(tokens.end(), prompt.begin(), prompt.end());
   QKV_RETURN_IF_ERROR(ReadTokens(tokens, result));
   result.tokens_recomputed = sequence_->stats().tokens_recomputed;
   return {};
 }
 
-Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, TurnResult& result) {
+Status Agent::Attach(const TurnRequest& request, std::span<const Token> between, std::vector<Token>& history,
+                     TurnResult& result) {
   const auto start = Clock::now();
   if (broker_ == nullptr) {
     return Err(Code::kPeerLost, Reason::kPeerLost, "there is no broker to attach '{}' from", request.inherits);
@@ -331,7 +358,8 @@ Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, Tu
     const CacheCard& card = context.card;
     const bool same_tokens = card.model().tokenizer_digest() == model_->identity().tokenizer_digest();
     if (history.empty() && same_tokens) history.assign(card.token_ids().begin(), card.token_ids().end());
-    QKV_ASSIGN_OR_RETURN(const auto tokens, TurnTokens(request, false));
+    QKV_ASSIGN_OR_RETURN(auto tokens, TurnTokens(request, false));
+    tokens.insert(tokens.begin(), between.begin(), between.end());
     Status attached = CheckBudget(request, card);
     if (attached) attached = sequence_->Attach(context);
     result.attach_ms = MsSince(start);
@@ -360,7 +388,7 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
   if (!request.inherits.empty()) {
     result.steps_down.emplace_back();
     const auto start = Clock::now();
-    const Status attached = Attach(request, history, result);
+    const Status attached = Attach(request, {}, history, result);
     if (result.attach_ms == 0) result.attach_ms = MsSince(start);  // it did not get that far
     if (attached) {
       result.steps_down.clear();

@@ -58,7 +58,8 @@ struct TurnRequest {
   std::vector<Token> history;
   int64_t budget = 0;  // most tokens to take over; a longer context is a miss (too_long). 0: any
 
-  // Or: contexts to read in this order behind the system message, before the prompt. Not together with `inherits`.
+  // Or: contexts to read in this order behind the system message, before the prompt. Not together with `inherits`. Without
+  // a system message the first one is gone on from; the pages of the others can't be used in this version.
   std::vector<ContextToRead> reads;
 
   std::string publish_as;                    // publish the context after the turn under this name; empty: don't
@@ -140,9 +141,10 @@ class Agent {
  private:
   Result<std::vector<Token>> TurnTokens(const TurnRequest& request, bool first) const;
   Status CheckRoom(const TurnRequest& request, size_t n_context, size_t n_new) const;
-  // Goes on from request.inherits and reads the prompt. On error the sequence is what it was. `history` becomes the
-  // card's tokens if it is empty and they mean the same here.
-  Status Attach(const TurnRequest& request, std::vector<Token>& history, TurnResult& result);
+  // Goes on from request.inherits and reads `between` and the prompt. On error the sequence is what it was. `history`
+  // becomes the card's tokens if it is empty and they mean the same here.
+  Status Attach(const TurnRequest& request, std::span<const Token> between, std::vector<Token>& history,
+                TurnResult& result);
   // Attach, or fall back to reading history and prompt; fills in the result's handoff fields.
   Status Read(const TurnRequest& request, TurnResult& result);
   void Report(const TurnRequest& request, const TurnResult& result, bool failed);

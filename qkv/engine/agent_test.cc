@@ -162,6 +162,45 @@ TEST_F(AgentTest, ContextsBehindAPrefixFailWhereTextIsNotWanted) {
   EXPECT_EQ(result.error().reason, Reason::kVersion);
 }
 
+TEST_F(AgentTest, TheOnlyContextBehindNoPrefixIsGoneOnFrom) {
+  Published("one", 0, 40);
+  TurnRequest request = ReadsTwo();
+  request.system.clear();
+  request.reads.pop_back();
+  const auto read = NewAgent().Run(request);
+  ASSERT_TRUE(read) << read.error().message;
+  EXPECT_EQ(read->mode, HandoffMode::kAttach);
+  EXPECT_EQ(read->reason, Reason::kNone);
+  EXPECT_EQ(read->tokens_reused, 40);
+  request.inherits = "one";
+  request.reads.clear();
+  EXPECT_EQ(NewAgent().Run(request)->logits_digest, read->logits_digest);
+}
+
+TEST_F(AgentTest, TheFirstOfSeveralContextsBehindNoPrefixIsGoneOnFrom) {
+  Published("one", 0, 40);
+  TurnRequest request = ReadsTwo();
+  request.system.clear();
+  const auto read = NewAgent().Run(request);
+  ASSERT_TRUE(read) << read.error().message;
+  EXPECT_EQ(read->mode, HandoffMode::kText) << "the second is read again";
+  EXPECT_EQ(read->reason, Reason::kVersion);
+  EXPECT_EQ(read->tokens_reused, 40);
+  const size_t n_read = read->context_tokens.size() - read->output_tokens.size();
+  EXPECT_EQ(read->tokens_recomputed, static_cast<int64_t>(n_read) - 40);
+  ASSERT_EQ(read->steps_down.size(), 1u);
+  EXPECT_EQ(read->steps_down[0].from, HandoffMode::kSplice);
+
+  ASSERT_TRUE(client_->Remove("one"));
+  const auto text = NewAgent().Run(request);
+  ASSERT_TRUE(text) << text.error().message;
+  EXPECT_EQ(text->reason, Reason::kNotFound) << "the first step down";
+  EXPECT_EQ(text->tokens_reused, 0);
+  EXPECT_TRUE(std::equal(read->context_tokens.begin(), read->context_tokens.begin() + static_cast<int>(n_read),
+                         text->context_tokens.begin()))
+      << "the same tokens are read";
+}
+
 TEST_F(AgentTest, ABudgetTurnsALongContextIntoText) {
   Published("x", 0, 70);
   TurnRequest request;

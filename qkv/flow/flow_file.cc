@@ -240,6 +240,7 @@ std::vector<PlanNode> Flow::Graph() const {
     PlanNode node;
     node.name = agent.name;
     node.write_tokens = agent.max_tokens;
+    node.own_prefix = !agent.system.empty();
     std::vector<bool> known(agents.size(), false);
     const auto need = [&](int other) {
       if (!known[other]) node.needs.push_back(other);

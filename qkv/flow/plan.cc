@@ -81,7 +81,7 @@ Plan::Plan(std::vector<PlanNode> nodes)
   idle_needs_ = open_needs_;
   const std::vector<int> order = TopologicalOrder(needed_by_, open_needs_);
   for (int i : order) {
-    context_tokens_[i] = own_tokens(i) + (nodes_[i].inherits >= 0 ? context_tokens_[nodes_[i].inherits] : 0);
+    context_tokens_[i] = own_tokens(i) + (base(i) >= 0 ? context_tokens_[base(i)] : 0);
   }
   for (auto i = order.rbegin(); i != order.rend(); ++i) {
     for (int other : needed_by_[*i]) path_costs_[*i] = std::max(path_costs_[*i], path_costs_[other]);
@@ -93,10 +93,15 @@ Plan::Plan(std::vector<PlanNode> nodes)
   std::sort(ready_.begin(), ready_.end(), [this](int a, int b) { return Before(a, b); });
 }
 
+int Plan::base(int node) const {
+  const bool first_is_base = !nodes_[node].own_prefix && !nodes_[node].reads.empty();
+  return first_is_base ? nodes_[node].reads.front() : nodes_[node].inherits;
+}
+
 int64_t Plan::own_tokens(int node) const {
   int64_t tokens = nodes_[node].read_tokens + nodes_[node].write_tokens;
   // What it reads behind another prefix is its own KV as long as that has to be computed again.
-  for (int other : nodes_[node].reads) tokens += context_tokens_[other];
+  for (int other : nodes_[node].reads) tokens += other == base(node) ? 0 : context_tokens_[other];
   return tokens;
 }
 
@@ -134,7 +139,7 @@ int64_t Plan::live_tokens() const {
         states_[i] == State::kRunning || (states_[i] == State::kFinished && publishes(i) && !released_[i]);
     if (!held) continue;
     // With a context live its ancestors' pages.
-    for (int node = i; node >= 0 && !seen[node]; node = nodes_[node].inherits) {
+    for (int node = i; node >= 0 && !seen[node]; node = base(node)) {
       seen[node] = true;
       tokens += own_tokens(node);
     }

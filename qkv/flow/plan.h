@@ -19,7 +19,8 @@ struct PlanNode {
   std::string name;
   std::vector<int> needs;    // indexes of the agents that must have finished before; those below are among them
   int inherits = -1;         // whose context it goes on from; -1: nobody's
-  std::vector<int> reads;    // whose contexts it uses behind its own prefix
+  std::vector<int> reads;    // whose contexts it uses behind its own prefix, in this order
+  bool own_prefix = false;   // it has one; without, the first of `reads` is gone on from
   int64_t read_tokens = 0;   // of its own, about
   int64_t write_tokens = 0;  // at most
 };
@@ -62,10 +63,11 @@ class Plan {
 
   const std::vector<PlanNode>& nodes() const { return nodes_; }
   const std::vector<int>& readers(int node) const { return readers_[node]; }  // of its context
-  double cost(int node) const;                                                // of its own turn
-  double path_cost(int node) const { return path_costs_[node]; }              // to the end, its own included
-  int64_t own_tokens(int node) const;                                         // of KV that it makes, about
-  int64_t context_tokens(int node) const;                                     // that its context will have, about
+  int base(int node) const;     // whose context it goes on from, by `inherits` or as the first of `reads`; -1: nobody's
+  double cost(int node) const;  // of its own turn
+  double path_cost(int node) const { return path_costs_[node]; }  // to the end, its own included
+  int64_t own_tokens(int node) const;                             // of KV that it makes, about
+  int64_t context_tokens(int node) const;                         // that its context will have, about
   int64_t live_tokens() const;  // of KV that exist now: of who runs and of what may still be read, once each
 
  private:

@@ -179,6 +179,17 @@ TEST_F(PlanTest, ContextsThatAreReadBehindAPrefixArePublishedAndReleasedToo) {
   EXPECT_EQ(Fail("other"), " / a");
 }
 
+TEST_F(PlanTest, BehindNoPrefixTheFirstContextIsShared) {
+  Given("a r 100\nb r 30\nheir & a & b r 5\nmover & a & b r 5");
+  nodes_[3].own_prefix = true;
+  plan_.emplace(nodes_);
+  EXPECT_EQ(plan_->base(2), 0);
+  EXPECT_EQ(plan_->own_tokens(2), 30 + 5);
+  EXPECT_EQ(plan_->context_tokens(2), 100 + 30 + 5);
+  EXPECT_EQ(plan_->base(3), -1);
+  EXPECT_EQ(plan_->own_tokens(3), 100 + 30 + 5);
+}
+
 TEST_F(PlanTest, MostWorkGoesFirst) {
   Given("short w 10\nlong w 10\nnext + long w 100\nmiddle w 50");
   EXPECT_EQ(Ready(), "long middle short") << "what waits for it counts";

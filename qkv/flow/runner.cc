@@ -324,7 +324,7 @@ class Run {
           prepare.system = *std::move(system);
         }
       }
-      prepare.context = WhatIsThere(node(i).inherits);
+      prepare.context = WhatIsThere(plan_.base(i));
       worker->process->Send(ToLine(prepare));
     }
   }
@@ -333,7 +333,7 @@ class Run {
   std::string WhatIsThere(int producer) const {
     if (!HandsOver() || producer < 0) return "";
     if (!agents_[producer].announced.empty()) return agents_[producer].announced;
-    const int before = node(producer).inherits;  // what it goes on from itself is all there
+    const int before = plan_.base(producer);  // what it goes on from itself is all there
     return before < 0 ? "" : agents_[before].result.context_id;
   }
 
@@ -341,7 +341,7 @@ class Run {
     agents_[producer].announced = announced.context;
     for (const auto& worker : workers_) {
       const int i = worker == nullptr ? -1 : worker->prepared;
-      if (i < 0 || node(i).inherits != producer) continue;
+      if (i < 0 || plan_.base(i) != producer) continue;
       AgentPrepare prepare;
       prepare.agent = agent(i).name;
       prepare.kv = CodecsOf(i);
