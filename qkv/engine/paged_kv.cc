@@ -260,6 +260,10 @@ Result<std::vector<SegmentSpan>> PagedKv::SealAll() {
     if (record.writer_serial >= 0) record.segment = sealed_[std::exchange(record.writer_serial, -1)];
     spans.Add(record.segment, record.page, record.tokens);
   }
+  // Whose pages were all truncated away: nothing of this object reads them any more.
+  std::erase_if(sealed_, [&](const auto& segment) {
+    return std::ranges::find(records_, segment, &PageRecord::segment) == records_.end();
+  });
   return spans.Take();
 }
 
