@@ -21,7 +21,7 @@
 
 #include "qkv/attention/panels-inl.h"
 #if HWY_TARGET != HWY_SCALAR
-#include "qkv/attention/i4-inl.h"
+#include "qkv/attention/i4_quads-inl.h"
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -163,6 +163,12 @@ class ItemRun {
       for (size_t c = 0; c < dim_; ++c) to[c] = from[c] * factor;
       if (position_offset != 0) TurnBack(plan_.TurnOf(position_offset), to);
     }
+    position_offset_ = position_offset;
+    q_panel_ready_ = q_i8_ready_ = q_i4_ready_ = false;
+  }
+
+  // The order in which panels want them.
+  void TransposeQueries() {
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block), count = blocks_.Count(block);
       for (size_t r = 0; r < count; ++r) {
@@ -171,8 +177,7 @@ class ItemRun {
         for (size_t c = 0; c < dim_; ++c) to[c * count] = from[c];
       }
     }
-    position_offset_ = position_offset;
-    q_i8_ready_ = q_i4_ready_ = false;
+    q_panel_ready_ = true;
   }
 
   void TurnBack(const AttentionPlan::Turn& turn, float* q) const {
@@ -200,7 +205,8 @@ class ItemRun {
   // Below, `pages` begins with the page to work on; the ones behind it are the next ones. `slot` is its place in the step.
 
   template <class T>
-  void PanelScores(const T* k, Ahead ahead, size_t slot) const {
+  void PanelScores(const T* k, Ahead ahead, size_t slot) {
+    if (!q_panel_ready_) TransposeQueries();
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block);
       RunWithRows<ScoresOfPanel>(blocks_.Count(block), x_.q + first * dim_, k, ahead, dim_, ScoresAt(first, slot));
@@ -534,8 +540,9 @@ class ItemRun {
   RowBlocks blocks_;
   const float* q_;
   Scratch x_;
-  int position_offset_ = 0;  // that the queries in x_ are turned back by
-  bool q_i8_ready_ = false;  // whether they are quantized as well
+  int position_offset_ = 0;     // that the queries in x_ are turned back by
+  bool q_panel_ready_ = false;  // whether they are there in that form as well
+  bool q_i8_ready_ = false;
   bool q_i4_ready_ = false;
 };
 

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <memory>
-#include <optional>
+#include <thread>
 
 #include "qkv/base/fd.h"
 #include "qkv/cli/bench.h"
@@ -30,19 +30,27 @@ struct Options {
 
 constexpr int kRead = 1024;  // tokens; deeper contexts are filled with copies
 
-// ms per token, median over runs.
-Result<double> DecodeMs(Sequence& sequence, int n_decode, int runs) {
+struct Decoded {
+  double ms_per_token = 0;    // median over runs
+  uint64_t suffix_bytes = 0;  // of the KV of the decoded tokens
+};
+
+Result<Decoded> Decode(Sequence& sequence, int n_decode, int runs) {
   const std::vector<Token> tokens = SomeTokens(sequence.model(), n_decode + 1, 2);
   const int depth = static_cast<int>(sequence.tokens().size());
   std::vector<double> ms;
+  uint64_t suffix_bytes = 0;
   for (int run = 0; run < runs; ++run) {
+    // Threads of the sequence that ran before may still spin for a while.
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
     QKV_RETURN_IF_ERROR(sequence.Forward({tokens.data(), 1}));  // verifies attached pages, wakes threads
     const auto start = Clock::now();
     for (int t = 1; t <= n_decode; ++t) QKV_RETURN_IF_ERROR(sequence.Forward({&tokens[t], 1}));
     ms.push_back(MsSince(start) / n_decode);
+    suffix_bytes = sequence.stats().own_kv_bytes + sequence.stats().tail_bytes;
     QKV_RETURN_IF_ERROR(sequence.Truncate(depth));
   }
-  return Median(ms);
+  return Decoded{Median(ms), suffix_bytes};
 }
 
 Result<Json> Measure(Options options) {
@@ -77,8 +85,8 @@ Result<Json> Measure(Options options) {
   json["depth"] = Json::array();
   QKV_ASSIGN_OR_RETURN(const auto empty, make(1, options.model.n_threads));
   QKV_RETURN_IF_ERROR(empty->Forward(SomeTokens(*model, 1, 1)));
-  QKV_ASSIGN_OR_RETURN(const double base_ms, DecodeMs(*empty, options.n_decode, options.runs));
-  json["decode_ms_at_depth_0"] = base_ms;
+  QKV_ASSIGN_OR_RETURN(const Decoded base, Decode(*empty, options.n_decode, options.runs));
+  json["decode_ms_at_depth_0"] = base.ms_per_token;
   // Encoding: what the encoder thread computes, and how long decoding waits for it, over some pages' worth of tokens.
   {
     constexpr int kTokens = 512;
@@ -95,9 +103,10 @@ Result<Json> Measure(Options options) {
     QKV_ASSIGN_OR_RETURN(const auto sequence, make(depth, options.model.n_threads));
     QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*sequence, depth, kRead));
     QKV_RETURN_IF_ERROR(sequence->Attach(context));
-    QKV_ASSIGN_OR_RETURN(const double ms, DecodeMs(*sequence, options.n_decode, options.runs));
-    json["depth"].push_back(
-        {{"depth", depth}, {"decode_ms", ms}, {"ns_per_token_of_depth", (ms - base_ms) * 1e6 / depth}});
+    QKV_ASSIGN_OR_RETURN(const Decoded deep, Decode(*sequence, options.n_decode, options.runs));
+    json["depth"].push_back({{"depth", depth},
+                             {"decode_ms", deep.ms_per_token},
+                             {"ns_per_token_of_depth", (deep.ms_per_token - base.ms_per_token) * 1e6 / depth}});
   }
 
   const int depth = options.agents_depth;
@@ -109,8 +118,8 @@ Result<Json> Measure(Options options) {
     note(fmt::format("{} threads", n));
     QKV_ASSIGN_OR_RETURN(const auto sequence, make(depth, n));
     QKV_RETURN_IF_ERROR(sequence->Attach(context));
-    QKV_ASSIGN_OR_RETURN(const double ms, DecodeMs(*sequence, options.n_decode, options.runs));
-    json["by_threads"].push_back({{"threads", n}, {"decode_ms", ms}});
+    QKV_ASSIGN_OR_RETURN(const Decoded decoded, Decode(*sequence, options.n_decode, options.runs));
+    json["by_threads"].push_back({{"threads", n}, {"decode_ms", decoded.ms_per_token}});
   }
   // Agents of one process that take turns: what grows is each one's suffix, not the context.
   json["by_agents"] = Json::array();
@@ -125,10 +134,10 @@ Result<Json> Measure(Options options) {
       QKV_RETURN_IF_ERROR(sequences.back()->Attach(context));
     }
     for (auto& sequence : sequences) {
-      QKV_ASSIGN_OR_RETURN(const double each, DecodeMs(*sequence, options.n_decode, 1));
-      ms.push_back(each);
+      QKV_ASSIGN_OR_RETURN(const Decoded each, Decode(*sequence, options.n_decode, 1));
+      ms.push_back(each.ms_per_token);
       shared = std::max(shared, sequence->stats().shared_kv_bytes);
-      own += sequence->stats().own_kv_bytes + sequence->stats().tail_bytes;
+      own += each.suffix_bytes;
     }
     json["by_agents"].push_back(
         {{"agents", n}, {"decode_ms", Median(ms)}, {"shared_kv_bytes", shared}, {"suffix_kv_bytes", own}});

@@ -253,6 +253,9 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   // Asleep until there is something to compute: waiting threads spin for a while, and would keep the broker off its core
   // just when it is asked for a context.
   pool_params.paused = true;
+  // And soon asleep again: ggml's default spins for some tenths of a second after every step, on cores that the process's
+  // other sequences may need; this is a few milliseconds, enough for the sampler between two tokens.
+  pool_params.poll = 1;
   impl->pool.reset(ggml_threadpool_new(&pool_params));
   if (impl->pool == nullptr)
     return Err(Code::kExhausted, Reason::kPoolFull, "could not start {} threads", options.n_threads);

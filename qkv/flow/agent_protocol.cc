@@ -188,7 +188,12 @@ std::string_view OnMissName(OnMiss on_miss) {
 }
 
 Json ToJson(const AgentSetup& setup) {
-  return {{"type", "setup"}, {"model", setup.model}, {"socket", setup.socket}, {"warm_up", setup.warm_up}};
+  return {{"type", "setup"},
+          {"model", setup.model},
+          {"socket", setup.socket},
+          {"warm_up", setup.warm_up},
+          {"packed_weights", setup.packed_weights},
+          {"packed_digest", setup.packed_digest}};
 }
 
 Json ToJson(const AgentPrepare& prepare) {
@@ -370,6 +375,8 @@ Result<AgentCommand> ParseAgentCommand(std::string_view line) {
     fields.Read("model", setup.model);
     fields.Read("socket", setup.socket);
     fields.Read("warm_up", setup.warm_up);
+    fields.Read("packed_weights", setup.packed_weights);
+    fields.Read("packed_digest", setup.packed_digest);
     command = std::move(setup);
   } else if (type == "prepare") {
     AgentPrepare prepare;

@@ -28,9 +28,11 @@ inline constexpr size_t kMaxAgentLineBytes = size_t{64} << 20;
 
 // To load a model and reach the broker.
 struct AgentSetup {
-  std::string model;     // path
-  std::string socket;    // the broker's; empty: nobody here inherits or publishes
-  bool warm_up = false;  // compute something with the model before saying ready: its pages are in place then
+  std::string model;           // path
+  std::string socket;          // the broker's; empty: nobody here inherits or publishes
+  bool warm_up = false;        // compute something with the model before saying ready: its pages are in place then
+  std::string packed_weights;  // path of PackedWeights::fd as the worker can open it; empty: it packs its own
+  std::string packed_digest;   // PackedWeights::weights_digest
 };
 
 // What an agent's turn will need, ahead of it.

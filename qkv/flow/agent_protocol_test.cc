@@ -31,8 +31,14 @@ std::string EventError(std::string_view line) {
 }
 
 TEST(AgentProtocol, SetupArrivesWhole) {
-  const AgentSetup got =
-      There(AgentSetup{.model = "/m/x.gguf", .socket = "/tmp/s", .warm_up = true}, ParseAgentCommand);
+  const AgentSetup got = There(AgentSetup{.model = "/m/x.gguf",
+                                          .socket = "/tmp/s",
+                                          .warm_up = true,
+                                          .packed_weights = "/proc/1/fd/2",
+                                          .packed_digest = "00ff"},
+                               ParseAgentCommand);
+  EXPECT_EQ(got.packed_weights, "/proc/1/fd/2");
+  EXPECT_EQ(got.packed_digest, "00ff");
   EXPECT_EQ(got.model, "/m/x.gguf");
   EXPECT_EQ(got.socket, "/tmp/s");
   EXPECT_TRUE(got.warm_up);

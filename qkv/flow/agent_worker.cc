@@ -83,7 +83,10 @@ class Worker {
     if (setup == nullptr) return Err(Code::kCorrupt, "agent worker: a command out of turn");
     socket_ = setup->socket;
     const auto start = Clock::now();
-    QKV_ASSIGN_OR_RETURN(model_, Model::Load(setup->model));
+    // If it cannot be opened, the weights are packed anew.
+    PackedWeights packed{Fd(), setup->packed_digest};
+    if (!setup->packed_weights.empty()) packed.fd = Fd(::open(setup->packed_weights.c_str(), O_RDONLY | O_CLOEXEC));
+    QKV_ASSIGN_OR_RETURN(model_, Model::Load(setup->model, std::move(packed)));
     // Digests are made at the first use; here nobody waits for them yet.
     const std::string tokenizer = model_->identity().tokenizer_digest();
     ConnectBroker();

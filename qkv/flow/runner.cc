@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -175,7 +176,8 @@ class Run {
   FlowWorker* StartWorker(int i) {
     std::vector<std::string> argv = options_.worker_argv;
     if (argv.empty()) argv = {"/proc/self/exe", "agent-worker"};
-    const AgentSetup setup{.model = ModelOf(i), .socket = socket_, .warm_up = options_.ahead};
+    AgentSetup setup{.model = ModelOf(i), .socket = socket_, .warm_up = options_.ahead};
+    if (MostWorkers() > 1) ShareWeights(setup);
     auto worker = FlowWorker::Start(argv, setup, i, Clock::now() + options_.load_deadline);
     if (!worker) {
       FailAttempt(i, worker.error());
@@ -184,6 +186,20 @@ class Run {
     workers_.push_back(*std::move(worker));
     TellSampler();
     return workers_.back().get();
+  }
+
+  // Packs a model's weights once for all its workers, which open them through this process. Whatever goes wrong here, the
+  // worker will meet and report itself.
+  void ShareWeights(AgentSetup& setup) {
+    const auto [it, is_new] = packed_.try_emplace(setup.model);
+    if (is_new) {
+      if (const auto model = Model::Load(setup.model)) {
+        if (auto packed = (*model)->ShareWeights()) it->second = *std::move(packed);
+      }
+    }
+    if (!it->second.fd.valid()) return;
+    setup.packed_weights = fmt::format("/proc/{}/fd/{}", ::getpid(), it->second.fd.get());
+    setup.packed_digest = it->second.weights_digest;
   }
 
   void TellSampler() {
@@ -584,6 +600,7 @@ class Run {
   std::unique_ptr<BrokerServer> broker_;
   std::unique_ptr<BrokerClient> client_;
   std::vector<std::unique_ptr<FlowWorker>> workers_;  // null: lost in this round
+  std::map<std::string, PackedWeights> packed_;       // by model; no fd: there is nothing to share
 };
 
 }  // namespace
