@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <memory>
+#include <sstream>
 #include <thread>
 
 #include "qkv/base/fd.h"
@@ -186,6 +187,17 @@ Result<Json> MeasureDepth(const Options& options, const std::shared_ptr<const Mo
   return rows;
 }
 
+// "i8,i4" is two codecs, "k=i8,v=i4" one pair.
+std::vector<std::string> SplitNames(const std::vector<std::string>& given) {
+  std::vector<std::string> names;
+  for (const std::string& text : given) {
+    std::istringstream parts(text);
+    const bool is_pair = text.find('=') != std::string::npos;
+    for (std::string part; std::getline(parts, part, is_pair ? '\n' : ',');) names.push_back(part);
+  }
+  return names;
+}
+
 // A model file in memory that libraries can open by name; gone with the process.
 struct MemoryFile {
   Fd fd;
@@ -200,6 +212,7 @@ struct MemoryFile {
 
 Result<Json> Measure(Options options) {
   QKV_ASSIGN_OR_RETURN(const std::vector<int> depths, ParseIntList(options.depths, "--depth", 0, 1 << 20));
+  options.kv = SplitNames(options.kv);
   for (const std::string& kv : options.kv) QKV_RETURN_IF_ERROR(ParseCodecPair(kv));
   if (options.model.n_threads == 0) options.model.n_threads = static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
   Progress progress("bench");
@@ -277,7 +290,8 @@ void AddBenchEngine(CLI::App& bench, int& status) {
       ->type_name("N,N,…");
   options->model.AddTo(*command);
   command->remove_option(command->get_option("--kv"));
-  command->add_option("--kv", options->kv, "codecs of the pages; may be given several times")
+  command
+      ->add_option("--kv", options->kv, "codecs of the pages: i8,i4, or a pair k=i8,v=i4; may be given several times")
       ->capture_default_str()
       ->type_name("CODEC");
   command->add_option("--shape", options->shape, "instead of a model, random weights of this shape: " + ShapeNames());

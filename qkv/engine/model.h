@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A Llama-architecture GGUF model: hyperparameters, weights, vocabulary. Weights are mapped from the file, so that all
-// processes that load one model share one copy of them (the kernel's page cache).
+// A Llama-architecture GGUF model: hyperparameters, weights, vocabulary. Weights are mapped from the file, which all
+// processes that load it share, but for those that are packed for this CPU (repack.h): they can be handed on.
 //
 // Immutable after Load; one Model may serve many Sequences and threads of its process. Third-party types stay in the .cc
 // files (model_internal.h is for this room only).
