@@ -6,9 +6,16 @@
 #include <cstring>
 
 #include "qkv/cli/commands.h"
+#include "qkv/cli/options.h"
 #include "qkv/segment/writer.h"
 
 namespace qkv::cli {
+
+int PrintMeasured(const Result<Json>& json, bool as_json, void (*table)(const Json&)) {
+  if (!json) return Fail(json.error());
+  as_json ? fmt::print("{}\n", json->dump(2)) : table(*json);
+  return 0;
+}
 
 double MsSince(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();

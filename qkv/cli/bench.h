@@ -24,6 +24,9 @@ void AddBenchScale(CLI::App& bench, int& status);
 void AddBenchModel(CLI::App& bench, int& status);
 void AddBenchFlow(CLI::App& bench, int& status);
 
+// Prints what was measured as JSON or by `table`, or what went wrong; returns the exit status.
+int PrintMeasured(const Result<Json>& json, bool as_json, void (*table)(const Json&));
+
 double MsSince(Clock::time_point start);
 double Quantile(std::vector<double> values, double q);  // values not empty
 double Median(std::vector<double> values);

@@ -312,16 +312,7 @@ void AddBenchEngine(CLI::App& bench, int& status) {
       ->check(CLI::Range(1, 1000));
   command->add_flag("--json", options->json, "print JSON");
   command->footer("Example: qkvshare bench engine --depth 0,8192 --kv i8 --kv i4 --peer llama.cpp");
-  command->callback([options, &status] {
-    const Result<Json> json = Measure(*options);
-    if (!json) {
-      status = Fail(json.error());
-    } else if (options->json) {
-      fmt::print("{}\n", json->dump(2));
-    } else {
-      PrintTable(*json);
-    }
-  });
+  command->callback([options, &status] { status = PrintMeasured(Measure(*options), options->json, PrintTable); });
 }
 
 void AddBenchModel(CLI::App& bench, int& status) {

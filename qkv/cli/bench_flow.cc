@@ -314,16 +314,7 @@ void AddBenchFlow(CLI::App& bench, int& status) {
   command->add_flag("--no-peer", options->no_peer, "do not run libllama");
   command->add_flag("--json", options->json, "print JSON");
   command->footer("Example: qkvshare bench flow --tokens 2000 --json");
-  command->callback([options, &status] {
-    const Result<Json> json = Measure(*options);
-    if (!json) {
-      status = Fail(json.error());
-    } else if (options->json) {
-      fmt::print("{}\n", json->dump(2));
-    } else {
-      PrintTable(*json);
-    }
-  });
+  command->callback([options, &status] { status = PrintMeasured(Measure(*options), options->json, PrintTable); });
 }
 
 }  // namespace qkv::cli

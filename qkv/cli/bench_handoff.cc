@@ -272,16 +272,7 @@ void AddBenchHandoff(CLI::App& bench, int& status) {
   command->add_flag("--json", options->json, "print JSON");
   options->model.AddTo(*command);
   command->footer("Example: qkvshare bench handoff --context 1024,4096,8192 --json");
-  command->callback([options, &status] {
-    const Result<Json> json = Measure(*options);
-    if (!json) {
-      status = Fail(json.error());
-    } else if (options->json) {
-      fmt::print("{}\n", json->dump(2));
-    } else {
-      PrintTable(*json);
-    }
-  });
+  command->callback([options, &status] { status = PrintMeasured(Measure(*options), options->json, PrintTable); });
 }
 
 }  // namespace qkv::cli

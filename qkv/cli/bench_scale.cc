@@ -188,16 +188,7 @@ void AddBenchScale(CLI::App& bench, int& status) {
   command->add_flag("--json", options->json, "print JSON");
   options->model.AddTo(*command);
   command->footer("Example: qkvshare bench scale --depth 1024,8192,32768 --kv i8");
-  command->callback([options, &status] {
-    const Result<Json> json = Measure(*options);
-    if (!json) {
-      status = Fail(json.error());
-    } else if (options->json) {
-      fmt::print("{}\n", json->dump(2));
-    } else {
-      PrintTable(*json);
-    }
-  });
+  command->callback([options, &status] { status = PrintMeasured(Measure(*options), options->json, PrintTable); });
 }
 
 }  // namespace qkv::cli
