@@ -178,7 +178,7 @@ class AgentsReader {
       }
       for (const RawEdge& other : raw.edges) {
         if (other.edge.kind == kind && other.edge.from == edge.edge.from) {
-          return reader_.At(edge.mark, "{}: '{}' is there twice", entry.key, edge.edge.from);
+          return reader_.At(edge.mark, "{}: {} is there twice", entry.key, Quoted(edge.edge.from));
         }
       }
       raw.edges.push_back(std::move(edge));
