@@ -84,7 +84,9 @@ class Reader {
   tl::unexpected<Error> At(const YAML::Mark& mark, fmt::format_string<Args...> format, Args&&... args) const {
     return Located(mark, Error{Code::kInvalidArgument, fmt::format(format, std::forward<Args>(args)...)});
   }
+  // In one line, whatever part of the file the message quotes.
   tl::unexpected<Error> Located(const YAML::Mark& mark, Error error) const {
+    std::ranges::replace(error.message, '\n', ' ');
     return Prefixed(fmt::format("{}:{}:{}", path_, mark.line + 1, mark.column + 1), std::move(error));
   }
 
