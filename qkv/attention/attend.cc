@@ -272,8 +272,8 @@ class ItemRun {
       case CodecId::kI8Tensor: return true;
       case CodecId::kI4:
       case CodecId::kI4Z: return dim_ % 64 == 0;
+      default: return false;
     }
-    return false;
   }
 
   // Where the kernels prefetch; without further pages in the block itself, which is in the cache already.
@@ -302,8 +302,8 @@ class ItemRun {
       case CodecId::kI8Tensor: return blocks::I8ScaleOffset(plan_.shape.head_dim);
       case CodecId::kI4:
       case CodecId::kI4Z: return blocks::I4ScaleOffset(plan_.shape.head_dim);
+      default: return 0;
     }
-    return 0;
   }
 
   // Quantizes the queries, times channel_scale if there is one, to 16 bits and returns the step of each row.

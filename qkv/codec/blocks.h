@@ -14,6 +14,14 @@
 //                                                                             and, i4z only, minimum [groups][32 t]
 //                 i4   value = scale * (u - 8) = scale*u + (-8*scale), exact in fp32; scale may be negative
 //                 i4z  value = scale*u + minimum, the product and the sum each rounded to fp32
+//   3 … 7       planes of w, in the order of i8         the same              then scale [32 t]
+//                 value = scale * c, c = 2w + 1 - 2^bits: an odd signed byte, so that all widths are i8 once expanded
+//   8           as i8
+//   +4          [32 t][D/2] u4 pairs: low nibble = channel j, high nibble = channel D/2+j; then scale [32 t]; K as V
+//                 value = scale * (2w - 15)
+//
+// Planes: w is cut into its upper 4 (3 bits: 2) bits, then the 2 and the 1 that are left, as its width has them. A plane
+// of p bits is in groups of 64 bytes: byte b of group n holds the codes 64*(8/p)*n + 64k + b, code k from bit p*k on.
 //
 // i4's K byte p,t,j: low nibble = channel 4p+j, high nibble = channel D/2+4p+j. i4's V dword of 8 tokens and channel c:
 // bits 0..15 = nibbles of tokens 0,2,4,6, bits 16..31 = of tokens 1,3,5,7.
@@ -101,6 +109,40 @@ constexpr int I4VShift(int t) {
   return t / 2 % 2 * 4;
 }
 
+// 3 to 8: rows in the rotated frame (codec/frame.h).
+constexpr bool IsRotated(CodecId id) {
+  return id >= CodecId::k3 && id <= CodecId::kRefine4;
+}
+constexpr int RotatedBits(CodecId id) {  // of k3 … k8, and of the refinement plane
+  return id == CodecId::kRefine4 ? 4 : static_cast<int>(id) - static_cast<int>(CodecId::k3) + 3;
+}
+constexpr int FirstPlaneBits(int bits) {
+  return bits == 3 ? 2 : 4;
+}
+// The scales that an encoder tries before it fits the best one: the step, as a part of largest magnitude / largest code.
+inline constexpr float kClipFactors[] = {1.0f, 0.93f, 0.86f, 0.79f, 0.72f};
+constexpr size_t RotatedScaleOffset(int bits, int head_dim) {
+  return 4 * Size(bits) * Size(head_dim);
+}
+constexpr size_t RotatedBytes(int bits, int head_dim) {
+  return RotatedScaleOffset(bits, head_dim) + 2 * kPageTokens;
+}
+// In a plane of `plane_bits` per code: the byte that holds code i of the block (i as in I8KOffset, I8VOffset), and how
+// far it is shifted left there.
+constexpr size_t PlaneOffset(int plane_bits, size_t i) {
+  return i / (512 / Size(plane_bits)) * 64 + i % 64;
+}
+constexpr int PlaneShift(int plane_bits, size_t i) {
+  return plane_bits * static_cast<int>(i / 64 % Size(8 / plane_bits));
+}
+// +4
+constexpr size_t Refine4Offset(int t, int c, int head_dim) {
+  return Size(t) * Size(head_dim / 2) + Size(c % (head_dim / 2));
+}
+constexpr int Refine4Shift(int c, int head_dim) {
+  return c < head_dim / 2 ? 0 : 4;
+}
+
 constexpr size_t BlockBytes(CodecId id, int head_dim) {
   switch (id) {
     case CodecId::kF16: return F16Bytes(head_dim);
@@ -109,11 +151,19 @@ constexpr size_t BlockBytes(CodecId id, int head_dim) {
     case CodecId::kI8Tensor: return I8Bytes(id, head_dim);
     case CodecId::kI4: return I4Bytes(head_dim);
     case CodecId::kI4Z: return I4ZBytes(head_dim);
+    case CodecId::k3:
+    case CodecId::k4:
+    case CodecId::k5:
+    case CodecId::k6:
+    case CodecId::k7:
+    case CodecId::k8:
+    case CodecId::kRefine4: return RotatedBytes(RotatedBits(id), head_dim);
   }
   return 0;
 }
 
 static_assert(I8Bytes(CodecId::kI8, 64) == 2112 && I8Bytes(CodecId::kI8Channel, 80) == 32 * 80 + 192);
+static_assert(RotatedBytes(8, 64) == I8Bytes(CodecId::kI8, 64) && RotatedBytes(3, 64) == 832);
 static_assert(I4Bytes(64) == 1152 && I4ZBytes(64) == 1280 && I4Groups(80) == 2 && I4GroupChannels(80) == 40);
 
 }  // namespace qkv::blocks

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <optional>
+#include <utility>
 
 #include "qkv/codec/blocks.h"
 #include "qkv/codec/simd.h"
@@ -47,7 +47,7 @@ void Decode(Side side, const std::byte* block, int tokens, int head_dim, float* 
 
 template <CodecId kId>
 constexpr Codec Row(std::string_view name, std::string_view description) {
-  return {kId, name, description, BlockBytes<kId>, Encode<kId>, Decode<kId>, Unpack<kId>};
+  return {kId, name, description, blocks::IsRotated(kId), BlockBytes<kId>, Encode<kId>, Decode<kId>, Unpack<kId>};
 }
 
 constexpr std::array kCodecs = {
@@ -57,7 +57,23 @@ constexpr std::array kCodecs = {
     Row<CodecId::kI8Tensor>("i8-tensor", "8 bits, one scale per page's head"),
     Row<CodecId::kI4>("i4", "4 bits, one scale per token and group of channels"),
     Row<CodecId::kI4Z>("i4z", "4 bits, one scale and one minimum per token and group of channels"),
+    Row<CodecId::k3>("3", "3 bits, rotated, one scale per token"),
+    Row<CodecId::k4>("4", "4 bits, rotated, one scale per token"),
+    Row<CodecId::k5>("5", "5 bits, rotated, one scale per token"),
+    Row<CodecId::k6>("6", "6 bits, rotated, one scale per token"),
+    Row<CodecId::k7>("7", "7 bits, rotated, one scale per token"),
+    Row<CodecId::k8>("8", "8 bits, rotated, one scale per token"),
 };
+constexpr Codec kRefinement = Row<CodecId::kRefine4>("+4", "4 bits of what a rotated page left over");
+
+constexpr std::array kPresets = {
+    Preset{"exact", "8 bits: the text of f16 but for rare near ties", {CodecId::k8, CodecId::k8}},
+    Preset{"safe", "keys 6 bits, values 5", {CodecId::k6, CodecId::k5}},
+    Preset{"balanced", "keys 5 bits, values 4", {CodecId::k5, CodecId::k4}},
+    Preset{"small", "4 bits", {CodecId::k4, CodecId::k4}},
+    Preset{"tiny", "keys 4 bits, values 3", {CodecId::k4, CodecId::k3}},
+};
+constexpr std::string_view kRefinementMark = "+4";
 
 // For messages: one line, not too long.
 std::string Shown(std::string_view text) {
@@ -74,6 +90,45 @@ Result<CodecId> ParseCodec(std::string_view name) {
   return Err(Code::kInvalidArgument, "unknown codec '{}', expected one of {}", Shown(name), known);
 }
 
+// A name for both sides, of a codec or a preset.
+Result<CodecPair> ParseName(std::string_view name) {
+  const auto preset = std::ranges::find(kPresets, name, &Preset::name);
+  if (preset != kPresets.end()) return preset->codecs;
+  if (const Codec* codec = FindCodec(name)) return CodecPair{codec->id, codec->id};
+  std::string presets;
+  for (const Preset& known : kPresets) presets.append(presets.empty() ? "" : ", ").append(known.name);
+  Error error = ParseCodec(name).error();
+  error.message += fmt::format("; or one of {}", presets);
+  return tl::unexpected(std::move(error));
+}
+
+Result<CodecPair> ParseSides(std::string_view text) {
+  CodecPair pair;
+  bool has_k = false, has_v = false;
+  for (std::string_view rest = text;;) {
+    const size_t comma = rest.find(',');
+    const std::string_view part = rest.substr(0, comma);
+    const bool is_k = part.starts_with("k="), is_v = part.starts_with("v=");
+    if (part == kRefinementMark && !pair.refine) {
+      pair.refine = true;
+    } else if ((is_k && !has_k) || (is_v && !has_v)) {
+      (is_k ? has_k : has_v) = true;
+      QKV_ASSIGN_OR_RETURN((is_k ? pair.k : pair.v), ParseCodec(part.substr(2)));
+    } else {
+      has_k = has_v = false;
+      break;
+    }
+    if (comma == rest.npos) break;
+    rest.remove_prefix(comma + 1);
+  }
+  if (has_k && has_v) return pair;
+  return Err(
+      Code::kInvalidArgument,
+      "codec pair '{}', expected a name for both sides or k=<name>,v=<name>, with a refinement plane <name>+4 or "
+      "k=<name>,v=<name>,+4",
+      Shown(text));
+}
+
 }  // namespace
 
 std::span<const Codec> Codecs() {
@@ -81,6 +136,7 @@ std::span<const Codec> Codecs() {
 }
 
 const Codec* FindCodec(uint8_t id) {
+  if (static_cast<CodecId>(id) == kRefinement.id) return &kRefinement;
   const auto it = std::ranges::find(kCodecs, static_cast<CodecId>(id), &Codec::id);
   return it == kCodecs.end() ? nullptr : &*it;
 }
@@ -100,29 +156,31 @@ double BitsPerValue(const Codec& codec, int head_dim) {
   return 8.0 * static_cast<double>(codec.block_bytes(head_dim)) / (kPageTokens * head_dim);
 }
 
+std::span<const Preset> Presets() {
+  return kPresets;
+}
+
 Result<CodecPair> ParseCodecPair(std::string_view text) {
-  if (text.find('=') == std::string_view::npos) {
-    QKV_ASSIGN_OR_RETURN(const CodecId both, ParseCodec(text));
-    return CodecPair{both, both};
+  CodecPair pair;
+  if (text.find('=') != text.npos) {
+    QKV_ASSIGN_OR_RETURN(pair, ParseSides(text));
+  } else {
+    const bool refine = text.ends_with(kRefinementMark);
+    QKV_ASSIGN_OR_RETURN(pair, ParseName(refine ? text.substr(0, text.size() - kRefinementMark.size()) : text));
+    pair.refine = refine;
   }
-  const size_t comma = text.find(',');
-  std::optional<CodecId> k, v;
-  for (std::string_view part : {text.substr(0, comma), comma == text.npos ? "" : text.substr(comma + 1)}) {
-    const bool is_k = part.starts_with("k=");
-    std::optional<CodecId>& side = is_k ? k : v;
-    if ((!is_k && !part.starts_with("v=")) || side.has_value()) {
-      return Err(Code::kInvalidArgument, "codec pair '{}', expected a name for both sides or k=<name>,v=<name>",
-                 Shown(text));
-    }
-    QKV_ASSIGN_OR_RETURN(side, ParseCodec(part.substr(2)));
+  if (pair.refine && !(CodecOf(pair.k).rotated && CodecOf(pair.v).rotated)) {
+    return Err(Code::kInvalidArgument, "codec pair '{}': a refinement plane goes with the codecs 3 to 8 only",
+               Shown(text));
   }
-  return CodecPair{*k, *v};
+  return pair;
 }
 
 std::string ToString(CodecPair pair) {
   const std::string_view k = CodecOf(pair.k).name;
   const std::string_view v = CodecOf(pair.v).name;
-  return k == v ? std::string(k) : fmt::format("k={},v={}", k, v);
+  if (k == v) return fmt::format("{}{}", k, pair.refine ? kRefinementMark : "");
+  return fmt::format("k={},v={}{}{}", k, v, pair.refine ? "," : "", pair.refine ? kRefinementMark : "");
 }
 
 }  // namespace qkv

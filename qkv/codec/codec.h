@@ -4,8 +4,7 @@
 
 // The table of codecs. A codec turns one *block* (up to 32 tokens of one layer and one KV head, K or V) into bytes that
 // attention reads directly. Callers go through the table and never name a codec's layout; only qkv/attention's fused
-// kernels look inside (codec/blocks.h). A new codec (rotation, more widths, PQ) is a new row here plus, if it is to be
-// fast in decode, a kernel there.
+// kernels look inside (codec/blocks.h). A new codec is a new row here plus, if it is to be fast in decode, a kernel there.
 //
 // Stateless pure functions over caller-owned memory; safe from any thread and process. Every function picks the widest
 // SIMD the CPU has at run time and returns the same bytes on all of them as the scalar twin in codec/reference.h.
@@ -35,12 +34,23 @@ enum class CodecId : uint8_t {
   kI4 = 5,         // 4 bits packed, -8..7, one fp16 scale per token and group of channels
   kI4Z = 6,        // 4 bits packed, 0..15, fp16 scale and fp16 minimum per token and group of channels
   // A group is 32 channels where head_dim is a multiple of 64, else half of head_dim.
+
+  // Rows in the rotated frame (codec/frame.h), one fp16 scale per token: 3 to 7 bits with the scale of least squared
+  // error, stored as planes; 8 bits as kI8.
+  k3 = 7,
+  k4 = 8,
+  k5 = 9,
+  k6 = 10,
+  k7 = 11,
+  k8 = 12,
+  kRefine4 = 13,  // what a page of k3 to k8 left over, in 4 bits, token by token; only beside such a page
 };
 
 struct Codec {
   CodecId id;
-  std::string_view name;         // as in --kv, cards and logs: "f16", "i8", "i8-channel", "i8-tensor", "i4", "i4z"
+  std::string_view name;         // as in --kv, cards and logs: "f16", "i8", …, "i4z", "3" to "8"
   std::string_view description;  // one line for --help and docs
+  bool rotated;                  // the rows that encode takes, and decode and unpack give, are in the rotated frame
 
   // Exact bytes of a block of 32 tokens, a multiple of 64. A partial block takes the same room.
   size_t (*block_bytes)(int head_dim);
@@ -58,9 +68,9 @@ struct Codec {
   void (*unpack)(Side side, const std::byte* block, int head_dim, float* panel);
 };
 
-// All codecs, by ascending id; static storage.
+// All codecs that a context can be kept in (every one but kRefine4), by ascending id; static storage.
 std::span<const Codec> Codecs();
-// nullptr if this version does not know it. The argument may come from outside.
+// nullptr if this version does not know it. The argument may come from outside. By id kRefine4 is found as well.
 const Codec* FindCodec(uint8_t id);
 const Codec* FindCodec(std::string_view name);
 const Codec& CodecOf(CodecId id);  // id must be one of the enumerators
@@ -71,11 +81,22 @@ double BitsPerValue(const Codec& codec, int head_dim);
 struct CodecPair {
   CodecId k = CodecId::kF16;
   CodecId v = CodecId::kF16;
+  bool refine = false;  // beside every page a page {kRefine4, kRefine4}; both codecs are rotated ones then
   bool operator==(const CodecPair&) const = default;
 };
 
-// "i8" (both), or "k=i8,v=i4" in either order. Errors name the codecs there are.
+// A pair under a name: "exact", "safe", "balanced", "small", "tiny", from the best quality to the fewest bits.
+struct Preset {
+  std::string_view name;
+  std::string_view description;  // one line for --help and docs
+  CodecPair codecs;
+};
+std::span<const Preset> Presets();
+
+// "i8" (both sides), or "k=i8,v=i4" in either order; with a refinement plane "4+4", or "k=4,v=3,+4"; or a preset's name,
+// "small" or "small+4". Errors name the codecs and presets there are.
 Result<CodecPair> ParseCodecPair(std::string_view text);
-std::string ToString(CodecPair pair);  // "i8" if both are the same, else "k=i8,v=i4"
+// "i8" if both are the same, else "k=i8,v=i4"; "4+4", "k=4,v=3,+4". Never a preset's name: those may change meaning.
+std::string ToString(CodecPair pair);
 
 }  // namespace qkv

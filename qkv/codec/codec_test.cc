@@ -43,16 +43,32 @@ double HalfValue(uint16_t half) {
   return half & 0x8000 ? -magnitude : magnitude;
 }
 
+// Of a code, for 3 to 7 and the refinement plane; 0 for all others.
+int PlaneBits(CodecId id) {
+  switch (id) {
+    case CodecId::k3: return 3;
+    case CodecId::k4:
+    case CodecId::kRefine4: return 4;
+    case CodecId::k5: return 5;
+    case CodecId::k6: return 6;
+    case CodecId::k7: return 7;
+    default: return 0;
+  }
+}
+
 size_t ExpectedBytes(CodecId id, int head_dim) {
+  if (const int bits = PlaneBits(id)) return static_cast<size_t>(32 * head_dim * bits / 8 + 32 * 2);
   const int groups = head_dim % 64 == 0 ? head_dim / 32 : 2;
   int bytes = 0;
   switch (id) {
     case CodecId::kF16: bytes = 32 * head_dim * 2; break;
-    case CodecId::kI8: bytes = 32 * head_dim + 32 * 2; break;
+    case CodecId::kI8:
+    case CodecId::k8: bytes = 32 * head_dim + 32 * 2; break;
     case CodecId::kI8Channel: bytes = 32 * head_dim + head_dim * 2; break;
     case CodecId::kI8Tensor: bytes = 32 * head_dim + 2; break;
     case CodecId::kI4: bytes = 32 * head_dim / 2 + groups * 32 * 2; break;
     case CodecId::kI4Z: bytes = 32 * head_dim / 2 + groups * 32 * 4; break;
+    default: ADD_FAILURE();
   }
   while (bytes % 64 != 0) ++bytes;
   return static_cast<size_t>(bytes);
@@ -98,13 +114,14 @@ Place ReadByTheLetter(CodecId id, Side side, const Block& block, int t, int c, i
     }
     case CodecId::kI8:
     case CodecId::kI8Channel:
-    case CodecId::kI8Tensor: {
+    case CodecId::kI8Tensor:
+    case CodecId::k8: {
       const int at = k ? (c / 2) * 64 + 2 * t + (c & 1) : (t / 2) * 2 * head_dim + 2 * c + (t & 1);
       const int code = block.U8(static_cast<size_t>(at));
-      const int scale_index = id == CodecId::kI8 ? t : id == CodecId::kI8Channel ? c : 0;
+      const bool own = id == CodecId::kI8 || id == CodecId::k8;
+      const int scale_index = own ? t : id == CodecId::kI8Channel ? c : 0;
       const uint16_t scale = block.U16(static_cast<size_t>(32 * head_dim + 2 * scale_index));
-      return {(code < 128 ? code : code - 256) * HalfValue(scale), code == 0 && (id != CodecId::kI8 || scale == 0),
-              HalfValue(scale)};
+      return {(code < 128 ? code : code - 256) * HalfValue(scale), code == 0 && (!own || scale == 0), HalfValue(scale)};
     }
     case CodecId::kI4:
     case CodecId::kI4Z: {
@@ -125,8 +142,30 @@ Place ReadByTheLetter(CodecId id, Side side, const Block& block, int t, int c, i
       return {HalfValue(min) + HalfValue(scale) * u, u == 0 && scale == 0 && min == 0, HalfValue(scale),
               HalfValue(min)};
     }
+    default: break;
   }
-  return {};
+  const int bits = PlaneBits(id);
+  int w = 0;
+  if (id == CodecId::kRefine4) {
+    const int byte = block.U8(static_cast<size_t>(t * head_dim / 2 + c % (head_dim / 2)));
+    w = c < head_dim / 2 ? byte & 15 : byte >> 4;
+  } else {
+    const int i = k ? (c / 2) * 64 + 2 * t + (c & 1) : (t / 2) * 2 * head_dim + 2 * c + (t & 1);
+    const std::vector<int> planes = bits == 3   ? std::vector{2, 1}
+                                    : bits == 4 ? std::vector{4}
+                                    : bits == 5 ? std::vector{4, 1}
+                                    : bits == 6 ? std::vector{4, 2}
+                                                : std::vector{4, 2, 1};
+    int start = 0;
+    for (const int plane : planes) {
+      const int group = i / (512 / plane), lane = i % 64, place = i / 64 % (8 / plane);
+      w = w * (1 << plane) +
+          (block.U8(static_cast<size_t>(start + 64 * group + lane)) >> (place * plane)) % (1 << plane);
+      start += 32 * head_dim * plane / 8;
+    }
+  }
+  const uint16_t scale = block.U16(static_cast<size_t>(4 * head_dim * bits + 2 * t));
+  return {HalfValue(scale) * (2 * w + 1 - (1 << bits)), w == 0 && scale == 0, HalfValue(scale)};
 }
 
 // ---- data ----
@@ -223,6 +262,15 @@ double Bound(CodecId id, const std::vector<float>& rows, int t, int c, int token
   }
   const double largest = std::max(-low, high);
 
+  if (const int bits = PlaneBits(id)) {
+    // Without clipping every value is within half a cell, which is largest / (2^bits - 1) wide by halves, and the far
+    // end within the rounding of it. What an encoder chooses has no more squared error than that over the token; one
+    // value may have it all.
+    const int codes = (1 << bits) - 1;
+    const double rounding = HalfRounding(largest / codes);
+    return std::sqrt(head_dim) * (largest / codes + rounding + codes * rounding) + FloatRounding(largest);
+  }
+
   // Half a step of the stored scale, and the far end moves with the scale's rounding.
   if (!group_scale) {
     const double rounding = HalfRounding(largest / 127);
@@ -279,11 +327,14 @@ class EveryCodec : public ::testing::TestWithParam<std::tuple<CodecId, int>> {
 
 INSTANTIATE_TEST_SUITE_P(Codec, EveryCodec,
                          ::testing::Combine(::testing::Values(CodecId::kF16, CodecId::kI8, CodecId::kI8Channel,
-                                                              CodecId::kI8Tensor, CodecId::kI4, CodecId::kI4Z),
+                                                              CodecId::kI8Tensor, CodecId::kI4, CodecId::kI4Z,
+                                                              CodecId::k3, CodecId::k4, CodecId::k5, CodecId::k6,
+                                                              CodecId::k7, CodecId::k8, CodecId::kRefine4),
                                             ::testing::ValuesIn(kHeadDims)),
                          [](const auto& info) {
                            std::string name(CodecOf(std::get<0>(info.param)).name);
                            std::replace(name.begin(), name.end(), '-', '_');
+                           std::replace(name.begin(), name.end(), '+', 'r');
                            return name + "_" + std::to_string(std::get<1>(info.param));
                          });
 
@@ -541,7 +592,8 @@ TEST(Rounding, CodesGoToTheNearestAndTiesToEven) {
 // A partial page is the beginning of the full one, as long as scales belong to tokens.
 TEST(Tokens, AreEncodedRegardlessOfEachOtherWhereScalesAreTheirOwn) {
   std::mt19937_64 random(Seed());
-  for (const CodecId id : {CodecId::kF16, CodecId::kI8, CodecId::kI4, CodecId::kI4Z}) {
+  for (const CodecId id : {CodecId::kF16, CodecId::kI8, CodecId::kI4, CodecId::kI4Z, CodecId::k3, CodecId::k4,
+                           CodecId::k5, CodecId::k6, CodecId::k7, CodecId::k8, CodecId::kRefine4}) {
     for (const Side side : kSides) {
       for (const int head_dim : kHeadDims) {
         std::vector<float> rows(static_cast<size_t>(kPageTokens * head_dim)), all(rows), some(rows);
@@ -563,6 +615,7 @@ TEST(Tokens, AreEncodedRegardlessOfEachOtherWhereScalesAreTheirOwn) {
 
 TEST(Special, NanBecomesZeroAndInfinityTheLargestHalf) {
   for (const Codec& codec : Codecs()) {
+    if (PlaneBits(codec.id) != 0) continue;  // have no zero
     for (const Side side : kSides) {
       std::vector<float> rows(64, std::numeric_limits<float>::quiet_NaN());
       rows[1] = std::numeric_limits<float>::infinity();
@@ -574,6 +627,21 @@ TEST(Special, NanBecomesZeroAndInfinityTheLargestHalf) {
       EXPECT_NEAR(rows[1], 65504, step / 2) << codec.name;
       EXPECT_NEAR(rows[40], -65504, step / 2) << codec.name;
       EXPECT_EQ(rows[0], 0) << codec.name;
+    }
+  }
+}
+
+TEST(Special, MidRiseCodecsTakeNanAsZeroAndInfinityAsTheLargestHalf) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  for (const CodecId id : {CodecId::k3, CodecId::k4, CodecId::k5, CodecId::k6, CodecId::k7, CodecId::kRefine4}) {
+    for (const Side side : kSides) {
+      std::vector<float> special(64, std::numeric_limits<float>::quiet_NaN()), plain(64, 0.0f);
+      for (const int c : {1, 40}) special[static_cast<size_t>(c)] = -kInf, plain[static_cast<size_t>(c)] = -65504.0f;
+      for (const int c : {2, 41}) special[static_cast<size_t>(c)] = FLT_MAX, plain[static_cast<size_t>(c)] = 65504.0f;
+      Block block(CodecOf(id).block_bytes(64)), expected(block.bytes);
+      CodecOf(id).encode(side, special.data(), 1, 64, block.get());
+      CodecOf(id).encode(side, plain.data(), 1, 64, expected.get());
+      EXPECT_TRUE(block == expected) << CodecOf(id).name;
     }
   }
 }
@@ -628,6 +696,23 @@ struct Errors {
   double theory;    // of its quantizer, in double precision
 };
 
+// A mid-rise quantizer of 2^bits cells with one scale for all of x, in double precision and without rounding its scale:
+// the best of five cell widths, each with the scale of least squared error.
+double MidRiseSquaredError(const std::vector<double>& x, int bits) {
+  const double half_range = 1 << (bits - 1);
+  double largest = 0, best = std::numeric_limits<double>::infinity();
+  for (const double v : x) largest = std::max(largest, std::abs(v));
+  for (const double clip : {1.0, 0.93, 0.86, 0.79, 0.72}) {
+    const double cell = clip * largest / (half_range - 0.5);
+    const auto level = [&](double v) { return std::clamp(std::floor(v / cell), -half_range, half_range - 1) + 0.5; };
+    double products = 0, squares = 0, error = 0;
+    for (const double v : x) products += v * level(v), squares += level(v) * level(v);
+    for (const double v : x) error += std::pow(v - products / squares * level(v), 2);
+    best = std::min(best, error);
+  }
+  return best;
+}
+
 // Theory: the error of a uniform quantizer is uniform in a step, so step^2/12, but 0 for the values that a scale is
 // made from. i4's short side has no closed form: there its quantizer is applied in double precision.
 Errors MeasureGaussian(const Codec& codec, Side side, int head_dim, int blocks) {
@@ -659,6 +744,8 @@ Errors MeasureGaussian(const Codec& codec, Side side, int head_dim, int blocks) 
       } else if (codec.id == CodecId::kI4) {
         const double step = (-low > high ? low : high) / -8;
         for (const double v : x) theory += std::pow(v - step * std::min(std::round(v / step), 7.0), 2);
+      } else if (const int bits = PlaneBits(codec.id)) {
+        theory += MidRiseSquaredError(x, bits);
       } else if (codec.id == CodecId::kI4Z) {
         theory += (count - 2) * std::pow((high - low) / 15, 2) / 12;
       } else {
@@ -706,41 +793,76 @@ TEST(Quality, I4BeatsTheSevenStepQuantizerByAFifth) {
 // ---- the table ----
 
 TEST(Table, FindsCodecsByIdAndName) {
-  ASSERT_EQ(Codecs().size(), 6u);
+  ASSERT_EQ(Codecs().size(), 12u);
   EXPECT_TRUE(std::ranges::is_sorted(Codecs(), {}, &Codec::id));
-  const std::pair<int, std::string_view> released[] = {{1, "f16"},       {2, "i8"}, {3, "i8-channel"},
-                                                       {4, "i8-tensor"}, {5, "i4"}, {6, "i4z"}};
+  const std::pair<int, std::string_view> released[] = {{1, "f16"}, {2, "i8"},  {3, "i8-channel"}, {4, "i8-tensor"},
+                                                       {5, "i4"},  {6, "i4z"}, {7, "3"},          {8, "4"},
+                                                       {9, "5"},   {10, "6"},  {11, "7"},         {12, "8"}};
   for (const auto& [id, name] : released) {
     ASSERT_NE(FindCodec(static_cast<uint8_t>(id)), nullptr) << name;
     EXPECT_EQ(FindCodec(static_cast<uint8_t>(id))->name, name);
     EXPECT_EQ(FindCodec(name), FindCodec(static_cast<uint8_t>(id)));
     EXPECT_EQ(&CodecOf(static_cast<CodecId>(id)), FindCodec(name));
+    EXPECT_EQ(FindCodec(name)->rotated, id >= 7);
   }
-  for (const int unknown : {0, 7, 255}) EXPECT_EQ(FindCodec(static_cast<uint8_t>(unknown)), nullptr);
-  for (const std::string_view unknown : {"", "I8", "i8 ", "i9"}) EXPECT_EQ(FindCodec(unknown), nullptr);
+  ASSERT_NE(FindCodec(uint8_t{13}), nullptr);
+  EXPECT_EQ(FindCodec(uint8_t{13})->name, "+4");
+  EXPECT_TRUE(FindCodec(uint8_t{13})->rotated);
+  for (const int unknown : {0, 14, 255}) EXPECT_EQ(FindCodec(static_cast<uint8_t>(unknown)), nullptr);
+  for (const std::string_view unknown : {"", "I8", "i8 ", "i9", "+4", "2", "9"}) EXPECT_EQ(FindCodec(unknown), nullptr);
 }
 
 TEST(Table, ParsesWhatItPrints) {
   for (const Codec& k : Codecs()) {
     for (const Codec& v : Codecs()) {
-      const CodecPair pair{k.id, v.id};
-      const auto parsed = ParseCodecPair(ToString(pair));
-      ASSERT_TRUE(parsed.has_value()) << ToString(pair);
-      EXPECT_EQ(*parsed, pair);
+      for (const bool refine : {false, true}) {
+        const CodecPair pair{k.id, v.id, refine};
+        const auto parsed = ParseCodecPair(ToString(pair));
+        ASSERT_EQ(parsed.has_value(), !refine || (k.rotated && v.rotated)) << ToString(pair);
+        if (parsed.has_value()) {
+          EXPECT_EQ(*parsed, pair);
+        }
+      }
     }
   }
   EXPECT_EQ(ToString({CodecId::kI8, CodecId::kI8}), "i8");
   EXPECT_EQ(ToString({CodecId::kI8, CodecId::kI4}), "k=i8,v=i4");
+  EXPECT_EQ(ToString({CodecId::k4, CodecId::k4, true}), "4+4");
+  EXPECT_EQ(ToString({CodecId::k4, CodecId::k3, true}), "k=4,v=3,+4");
   EXPECT_EQ(ParseCodecPair("v=i4z,k=i8-channel").value(), (CodecPair{CodecId::kI8Channel, CodecId::kI4Z}));
+  EXPECT_EQ(ParseCodecPair("+4,v=3,k=4").value(), (CodecPair{CodecId::k4, CodecId::k3, true}));
+}
+
+TEST(Table, PresetsGoFromTheBestToTheSmallestAndAreReadWhereverAPairIs) {
+  const std::pair<std::string_view, std::string_view> expected[] = {
+      {"exact", "8"}, {"safe", "k=6,v=5"}, {"balanced", "k=5,v=4"}, {"small", "4"}, {"tiny", "k=4,v=3"}};
+  ASSERT_EQ(Presets().size(), std::size(expected));
+  double bits = 100;
+  for (size_t i = 0; i < std::size(expected); ++i) {
+    const Preset& preset = Presets()[i];
+    EXPECT_EQ(preset.name, expected[i].first);
+    EXPECT_EQ(ToString(preset.codecs), expected[i].second);
+    EXPECT_EQ(ParseCodecPair(preset.name).value(), preset.codecs);
+    const double both = BitsPerValue(CodecOf(preset.codecs.k), 64) + BitsPerValue(CodecOf(preset.codecs.v), 64);
+    EXPECT_LT(both, bits);
+    bits = both;
+  }
+  EXPECT_EQ(ParseCodecPair("tiny+4").value(), (CodecPair{CodecId::k4, CodecId::k3, true}));
 }
 
 TEST(Table, RefusesPairsItCannotReadAndSaysWhatThereIs) {
-  for (const std::string_view text : {"", "i7", "k=i8", "v=i8", "k=i8,k=i4", "k=i8,v=", "k=i8,v=i7", "k=i8,v=i4,",
-                                      "i8,i4", "k=i8, v=i4", "q=i8,v=i4", "=", ",", "k=i8,v=i4,v=i4"}) {
+  for (const std::string_view text :
+       {"",           "i7",       "k=i8",        "v=i8",      "k=i8,k=i4", "k=i8,v=",     "k=i8,v=i7",
+        "k=i8,v=i4,", "i8,i4",    "k=i8, v=i4",  "q=i8,v=i4", "=",         ",",           "k=i8,v=i4,v=i4",
+        "+4",         "4+4+4",    "4+",          "4+5",       "i8+4",      "k=4,v=i4,+4", "k=4,v=3,+4,+4",
+        "k=4+4,v=3",  "k=+4,v=4", "k=small,v=4", "k=4,v=3+4", "2",         "balanced+",   "k=4,+4",
+        "+4,+4"}) {
     const auto pair = ParseCodecPair(text);
     ASSERT_FALSE(pair.has_value()) << text;
     EXPECT_EQ(pair.error().code, Code::kInvalidArgument);
   }
+  EXPECT_THAT(ParseCodecPair("i8+4").error().message, HasSubstr("'i8+4': a refinement plane goes with"));
+  EXPECT_THAT(ParseCodecPair("smal").error().message, HasSubstr("exact, safe, balanced, small, tiny"));
   const std::string message = ParseCodecPair("k=i8,v=i7").error().message;
   EXPECT_THAT(message, HasSubstr("'i7'"));
   for (const Codec& codec : Codecs()) EXPECT_THAT(message, HasSubstr(std::string(codec.name)));

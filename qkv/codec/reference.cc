@@ -51,7 +51,7 @@ size_t I8Offset(Side side, int t, int c, int head_dim) {
 }
 
 int I8ScaleIndex(CodecId id, int t, int c) {
-  return id == CodecId::kI8 ? t : id == CodecId::kI8Channel ? c : 0;
+  return id == CodecId::kI8Channel ? c : id == CodecId::kI8Tensor ? 0 : t;
 }
 
 void EncodeI8(CodecId id, Side side, const float* rows, int tokens, int head_dim, std::byte* block) {
@@ -131,17 +131,98 @@ float DecodeI4(CodecId id, Side side, const std::byte* block, int t, int c, int 
   return grid.scale * static_cast<float>(u & 15) + grid.base;
 }
 
+// ---- 3 to 7, +4: docs/FORMAT.md §3.5 ----
+
+// Where a code's planes are; the refinement plane is one of 4 bits in an order of its own.
+template <class Plane>
+void ForEachPlane(CodecId id, Side side, int t, int c, int head_dim, const Plane& plane) {
+  if (id == CodecId::kRefine4) {
+    plane(4, blocks::Refine4Offset(t, c, head_dim), blocks::Refine4Shift(c, head_dim));
+    return;
+  }
+  const size_t i = I8Offset(side, t, c, head_dim);
+  size_t start = 0;
+  int left = blocks::RotatedBits(id);
+  for (int bits = blocks::FirstPlaneBits(left); left > 0; bits /= 2) {
+    if (left < bits) continue;
+    plane(bits, start + blocks::PlaneOffset(bits, i), blocks::PlaneShift(bits, i));
+    start += 4 * blocks::Size(bits) * blocks::Size(head_dim);
+    left -= bits;
+  }
+}
+
+void EncodeRotated(CodecId id, Side side, const float* rows, int tokens, int head_dim, std::byte* block) {
+  const int bits = blocks::RotatedBits(id);
+  const float largest_code = static_cast<float>((1 << bits) - 1);
+  const auto odd_code = [&](float value, float inverse) {
+    const float half_range = static_cast<float>(1 << (bits - 1));
+    return 2 * std::clamp(std::floor(value * inverse), -half_range, half_range - 1) + 1;
+  };
+  for (int t = 0; t < tokens; ++t) {
+    const float* x = rows + t * head_dim;
+    float largest = 0;
+    for (int c = 0; c < head_dim; ++c) largest = std::max(largest, std::abs(Sanitized(x[c])));
+
+    float best_gain = 0, best_inverse = 0;
+    uint16_t best_scale = 0;
+    for (const float clip : blocks::kClipFactors) {
+      const float step = FloatFromHalf(StoredHalf(clip * largest / largest_code));  // half of the width of a cell
+      if (step == 0) continue;
+      const float inverse = 0.5f / step;
+      float products = 0, squares = 0;  // of values and codes; of codes, an integer
+      for (int c = 0; c < head_dim; ++c) {
+        const float code = odd_code(Sanitized(x[c]), inverse);
+        products += Sanitized(x[c]) * code;
+        squares += code * code;
+      }
+      const uint16_t stored = StoredHalf(products / squares);
+      const float scale = FloatFromHalf(stored);
+      // By how much the squared error is below that of all zeros.
+      const float gain = scale * (2 * products - scale * squares);
+      if (gain > best_gain) best_gain = gain, best_inverse = inverse, best_scale = stored;
+    }
+    if (best_scale == 0) continue;
+
+    StoreHalf(best_scale, block + blocks::RotatedScaleOffset(bits, head_dim) + 2 * t);
+    for (int c = 0; c < head_dim; ++c) {
+      const int w = (static_cast<int>(odd_code(Sanitized(x[c]), best_inverse)) + (1 << bits) - 1) / 2;
+      int left = bits;
+      ForEachPlane(id, side, t, c, head_dim, [&](int plane_bits, size_t at, int shift) {
+        left -= plane_bits;
+        block[at] |= static_cast<std::byte>((w >> left & ((1 << plane_bits) - 1)) << shift);
+      });
+    }
+  }
+}
+
+float DecodeRotated(CodecId id, Side side, const std::byte* block, int t, int c, int head_dim) {
+  const int bits = blocks::RotatedBits(id);
+  int w = 0;
+  ForEachPlane(id, side, t, c, head_dim, [&](int plane_bits, size_t at, int shift) {
+    w = w << plane_bits | (std::to_integer<int>(block[at]) >> shift & ((1 << plane_bits) - 1));
+  });
+  const float scale = LoadHalf(block + blocks::RotatedScaleOffset(bits, head_dim) + 2 * t);
+  return scale * static_cast<float>(2 * w + 1 - (1 << bits)) + 0.0f;  // not -0 where the scale is 0
+}
+
 float Value(CodecId id, Side side, const std::byte* block, int t, int c, int head_dim) {
   switch (id) {
     case CodecId::kF16: return LoadHalf(block + F16Offset(side, t, c, head_dim));
     case CodecId::kI8:
     case CodecId::kI8Channel:
-    case CodecId::kI8Tensor: {
+    case CodecId::kI8Tensor:
+    case CodecId::k8: {
       const float scale = LoadHalf(block + blocks::I8ScaleOffset(head_dim) + 2 * I8ScaleIndex(id, t, c));
       return scale * static_cast<float>(static_cast<int8_t>(block[I8Offset(side, t, c, head_dim)]));
     }
     case CodecId::kI4:
     case CodecId::kI4Z: return DecodeI4(id, side, block, t, c, head_dim);
+    case CodecId::k3:
+    case CodecId::k4:
+    case CodecId::k5:
+    case CodecId::k6:
+    case CodecId::k7:
+    case CodecId::kRefine4: return DecodeRotated(id, side, block, t, c, head_dim);
   }
   return 0;
 }
@@ -160,9 +241,16 @@ void Encode(CodecId id, Side side, const float* rows, int tokens, int head_dim, 
       break;
     case CodecId::kI8:
     case CodecId::kI8Channel:
-    case CodecId::kI8Tensor: EncodeI8(id, side, rows, tokens, head_dim, block); break;
+    case CodecId::kI8Tensor:
+    case CodecId::k8: EncodeI8(id, side, rows, tokens, head_dim, block); break;
     case CodecId::kI4:
     case CodecId::kI4Z: EncodeI4(id, side, rows, tokens, head_dim, block); break;
+    case CodecId::k3:
+    case CodecId::k4:
+    case CodecId::k5:
+    case CodecId::k6:
+    case CodecId::k7:
+    case CodecId::kRefine4: EncodeRotated(id, side, rows, tokens, head_dim, block); break;
   }
 }
 

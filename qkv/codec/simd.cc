@@ -224,7 +224,7 @@ void EncodeI8(CodecId id, Side side, const float* rows, int tokens, int head_dim
   const Wide d;
   const size_t lanes = hn::Lanes(d);
   alignas(64) float extremes[kMaxHeadDim] = {};  // under each scale; later one over the scale
-  if (id == CodecId::kI8) {
+  if (id == CodecId::kI8 || id == CodecId::k8) {
     for (int t = 0; t < tokens; ++t) extremes[t] = LargestMagnitude(rows + t * head_dim, head_dim);
   } else if (id == CodecId::kI8Tensor) {
     extremes[0] = LargestMagnitude(rows, tokens * head_dim);
@@ -253,7 +253,7 @@ void EncodeI8(CodecId id, Side side, const float* rows, int tokens, int head_dim
     if (id == CodecId::kI8Channel) {
       QuantizeRow8<true>(row, head_dim, extremes, to);
     } else {
-      QuantizeRow8<false>(row, head_dim, extremes + (id == CodecId::kI8 ? t : 0), to);
+      QuantizeRow8<false>(row, head_dim, extremes + (id == CodecId::kI8Tensor ? 0 : t), to);
     }
   }
   std::memset(codes + Size(tokens) * kScratchStride, 0, Size(kPageTokens - tokens) * kScratchStride);
@@ -460,9 +460,16 @@ void EncodeBlock(CodecId id, Side side, const float* rows, int tokens, int head_
     case CodecId::kF16: EncodeF16(side, rows, tokens, head_dim, to); break;
     case CodecId::kI8:
     case CodecId::kI8Channel:
-    case CodecId::kI8Tensor: EncodeI8(id, side, rows, tokens, head_dim, to); break;
+    case CodecId::kI8Tensor:
+    case CodecId::k8: EncodeI8(id, side, rows, tokens, head_dim, to); break;
     case CodecId::kI4:
     case CodecId::kI4Z: EncodeI4(id, side, rows, tokens, head_dim, to); break;
+    case CodecId::k3:
+    case CodecId::k4:
+    case CodecId::k5:
+    case CodecId::k6:
+    case CodecId::k7:
+    case CodecId::kRefine4: reference::Encode(id, side, rows, tokens, head_dim, block); break;
   }
 }
 
@@ -472,9 +479,16 @@ void UnpackBlock(CodecId id, Side side, const std::byte* block, int head_dim, fl
     case CodecId::kF16: UnpackF16(from, head_dim, panel); break;
     case CodecId::kI8:
     case CodecId::kI8Channel:
-    case CodecId::kI8Tensor: UnpackI8(id, side, from, head_dim, panel); break;
+    case CodecId::kI8Tensor:
+    case CodecId::k8: UnpackI8(id, side, from, head_dim, panel); break;
     case CodecId::kI4:
     case CodecId::kI4Z: UnpackI4(id, side, from, head_dim, panel); break;
+    case CodecId::k3:
+    case CodecId::k4:
+    case CodecId::k5:
+    case CodecId::k6:
+    case CodecId::k7:
+    case CodecId::kRefine4: reference::Unpack(id, side, block, head_dim, panel); break;
   }
 }
 
