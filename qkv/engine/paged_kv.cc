@@ -205,6 +205,43 @@ void PagedKv::EndStep(bool submit) {
   }
 }
 
+Status PagedKv::CopyToTail(const RowTransform& transform) {
+  QKV_CHECK(step_tokens_ == 0);
+  QKV_RETURN_IF_ERROR(SettleSubmitted());
+  for (const PageRef& ref : record_refs_) {
+    if (!(ref.codecs == kTailCodecs)) {
+      return Err(Code::kInvalidArgument, "a page is in codec '{}', expected '{}'", ToString(ref.codecs),
+                 ToString(kTailCodecs));
+    }
+  }
+  const Codec& f16 = CodecOf(CodecId::kF16);
+  std::vector<float> rows(static_cast<size_t>(kPageTokens) * geometry_.head_dim);
+  std::deque<TailPage> tail;
+  int position = 0;
+  for (const PageRef& ref : record_refs_) {
+    TailPage page = NewTailPage();
+    page.tokens = ref.tokens;
+    for (int layer = 0; layer < geometry_.n_layers; ++layer) {
+      for (int head = 0; head < geometry_.n_kv_heads; ++head) {
+        for (const Side side : {Side::kK, Side::kV}) {
+          const size_t offset = f16_layout_.BlockOffset(side, layer, head);
+          f16.decode(side, ref.data + offset, ref.tokens, geometry_.head_dim, rows.data());
+          if (transform) transform(side, layer, head, position, ref.tokens, rows.data());
+          f16.encode(side, rows.data(), ref.tokens, geometry_.head_dim, page.data.get() + offset);
+        }
+      }
+    }
+    position += ref.tokens;
+    tail.push_back(std::move(page));
+  }
+  for (TailPage& page : tail_) tail.push_back(std::move(page));
+  tail_ = std::move(tail);
+  records_.clear();
+  record_refs_.clear();
+  RebuildRefs();
+  return {};
+}
+
 void PagedKv::Submit(TailPage& page, int first_position) {
   page.submitted_at = n_tokens_;
   {

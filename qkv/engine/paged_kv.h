@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -65,6 +66,11 @@ class PagedKv {
   void AppendRows(int layer, const float* k, const float* v, size_t v_stride, int ith, int nth);
   // The step's tokens are there. `submit`: full pages go to the encoder.
   void EndStep(bool submit);
+  // Copies what is here, all of it f16 pages, into the tail, as if one step had brought it; each row goes through
+  // `transform` (may be empty) on the way. Error: kInvalidArgument when a page is of another codec.
+  using RowTransform =
+      std::function<void(Side side, int layer, int kv_head, int first_position, int tokens, float* rows)>;
+  Status CopyToTail(const RowTransform& transform);
   // Takes back what BeginStep made room for.
   void AbortStep();
 

@@ -80,6 +80,7 @@ class Placement {
 struct Step {
   Placement* placement = nullptr;
   PagedKv* kv = nullptr;
+  const RowObserver* on_rows = nullptr;
   Trace* trace = nullptr;  // in the first step over an attached context
   std::optional<AttentionPlan> plan;
   int n_layers = 0;
@@ -96,10 +97,27 @@ struct alignas(kCacheLine) LayerStep {
   std::atomic<int> next_merge{0};
 };
 
+// [head_dim, heads, tokens], the tokens perhaps apart.
+void Observe(const LayerStep& layer, RowKind kind, const ggml_tensor* x) {
+  const RowObserver& observer = *layer.step->on_rows;
+  const size_t row = static_cast<size_t>(x->ne[0] * x->ne[1]);
+  const auto n = static_cast<size_t>(x->ne[2]);
+  std::vector<float> rows(row * n);
+  for (size_t i = 0; i < n; ++i) {
+    const auto* from = reinterpret_cast<const float*>(static_cast<const char*>(x->data) + i * x->nb[2]);
+    std::copy_n(from, row, rows.data() + i * row);
+  }
+  observer(kind, layer.layer, static_cast<int>(n), rows);
+}
+
 void AppendOp(ggml_tensor* dst, int ith, int nth, void* userdata) {
   auto& layer = *static_cast<LayerStep*>(userdata);
   layer.step->placement->Apply(ith);
   const ggml_tensor *k = dst->src[0], *v = dst->src[1];
+  if (layer.step->on_rows != nullptr && ith == 0) {
+    Observe(layer, RowKind::kK, k);
+    Observe(layer, RowKind::kV, v);
+  }
   layer.step->kv->AppendRows(layer.layer, static_cast<const float*>(k->data), static_cast<const float*>(v->data),
                              v->nb[2] / sizeof(float), ith, nth);
 }
@@ -108,6 +126,7 @@ void AttendOp(ggml_tensor* dst, int ith, int /*nth*/, void* userdata) {
   auto& layer = *static_cast<LayerStep*>(userdata);
   Step& step = *layer.step;
   const TraceSpan span(layer.layer == 0 && ith == 0 ? step.trace : nullptr, "first_attention");
+  if (step.on_rows != nullptr && ith == 0) Observe(layer, RowKind::kQ, dst->src[0]);
   std::byte* scratch = step.scratch + step.scratch_stride * static_cast<size_t>(ith);
   for (int item; (item = layer.next_attend.fetch_add(1, std::memory_order_relaxed)) < step.plan->n_attend_items();) {
     Attend(*step.plan, step.kv->pages(), step.n_layers, layer.layer, static_cast<const float*>(dst->src[0]->data), item,
@@ -264,6 +283,7 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   impl->placement.emplace(options.n_threads);
   impl->step.placement = &*impl->placement;
   impl->step.n_layers = p.n_layers;
+  if (impl->options.on_rows) impl->step.on_rows = &impl->options.on_rows;
   impl->layer_steps = std::vector<LayerStep>(p.n_layers);
   for (int il = 0; il < p.n_layers; ++il) {
     impl->layer_steps[il].step = &impl->step;
@@ -340,6 +360,23 @@ Status Sequence::Attach(const Context& context) {
   s.stats = Stats{};
   s.just_attached = true;
   s.stats.tokens_reused = card.token_ids_size();
+  return {};
+}
+
+Status Sequence::CopyExact(const Context& exact, const RowTransform& transform) {
+  Impl& s = *impl_;
+  Clear();
+  QKV_RETURN_IF_ERROR(Attach(exact));
+  Status copied = s.kv->Verify(s.options.n_threads);
+  if (copied) copied = s.kv->CopyToTail(transform);
+  if (!copied) {
+    Clear();
+    return copied;
+  }
+  s.before.reset();
+  s.parents.clear();
+  s.just_attached = false;
+  s.stats = Stats{};
   return {};
 }
 

@@ -27,6 +27,11 @@
 
 namespace qkv {
 
+// Rows as they are computed, RoPE applied to Q and K: [n_tokens][heads][head_dim], heads of queries for kQ, else KV
+// heads. For calibration. Called on the caller's thread within Forward, layer by layer, Q last.
+enum class RowKind : uint8_t { kQ, kK, kV };
+using RowObserver = std::function<void(RowKind kind, int layer, int n_tokens, std::span<const float> rows)>;
+
 struct SequenceOptions {
   int n_ctx = 4096;  // tokens; beyond it Forward refuses
   int n_threads = 2;
@@ -36,6 +41,7 @@ struct SequenceOptions {
   uint64_t tail_budget_bytes = uint64_t{1} << 30;
   // Called on the caller's thread after every batch of a Forward that takes more than one.
   std::function<void(size_t done, size_t total)> on_progress;
+  RowObserver on_rows;
   Trace* trace = nullptr;  // stages are recorded here; must outlive the sequence
 };
 
@@ -57,6 +63,13 @@ class Sequence {
   // Forward reads them. O(spans + tokens of the card), independent of the bytes. What was here before is kept until a
   // Forward succeeds.
   Status Attach(const Context& context);
+  // For evaluation: as if one Forward had read the tokens of `exact`, a context whose pages are all f16, into an empty
+  // sequence. Its rows are copied into the tail, each [tokens][head_dim] of a page, side, layer and KV head by way of
+  // `transform` where there is one. So a prefix is read once, and Publish gives it in any codec. Errors: Attach's, and
+  // kInvalidArgument for pages of another codec.
+  using RowTransform =
+      std::function<void(Side side, int layer, int kv_head, int first_position, int tokens, float* rows)>;
+  Status CopyExact(const Context& exact, const RowTransform& transform = {});
   // Back to what was here before the last Attach, as long as no Forward has succeeded since; else nothing happens.
   void Revert();
 
