@@ -4,10 +4,6 @@
 // bench handoff: what a consumer gains by attaching, against reading again, and against libllama's own ways on the same
 // GGUF with the same threads, measured in turn in one call.
 
-#include <unistd.h>
-
-#include <cstdlib>
-#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -15,6 +11,7 @@
 #include "qkv/cli/bench.h"
 #include "qkv/cli/options.h"
 #include "qkv/cli/progress.h"
+#include "qkv/cli/temp_dir.h"
 #include "qkv/engine/peer.h"
 
 namespace qkv::cli {
@@ -28,27 +25,6 @@ struct Options {
   int runs = 5;
   bool no_peer = false;
   bool json = false;
-};
-
-// A private directory for the embedded broker's socket; removed with everything in it.
-class TempDir {
- public:
-  static Result<TempDir> Create() {
-    std::error_code error;
-    std::string path = (std::filesystem::temp_directory_path(error) / "qkvshare-XXXXXX").string();
-    if (::mkdtemp(path.data()) == nullptr) return ErrnoError("make a temporary directory");
-    return TempDir(path);
-  }
-  TempDir(TempDir&& other) noexcept : path_(std::exchange(other.path_, {})) {}
-  ~TempDir() {
-    std::error_code ignored;
-    if (!path_.empty()) std::filesystem::remove_all(path_, ignored);
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  explicit TempDir(std::string path) : path_(std::move(path)) {}
-  std::string path_;
 };
 
 struct PeerTimes {

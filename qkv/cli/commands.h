@@ -22,5 +22,6 @@ void AddTop(CLI::App& app, int& status);
 void AddInspect(CLI::App& app, int& status);
 void AddVerify(CLI::App& app, int& status);
 void AddBench(CLI::App& app, int& status);
+void AddEval(CLI::App& app, int& status);
 
 }  // namespace qkv::cli

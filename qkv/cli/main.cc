@@ -35,6 +35,7 @@ int main(int argc, char** argv) {
   qkv::cli::AddVerify(app, status);
   qkv::cli::AddRelease(app, status);
   qkv::cli::AddBench(app, status);
+  qkv::cli::AddEval(app, status);
   qkv::cli::AddAgentWorker(app, status);
 
   try {
