@@ -220,6 +220,15 @@ Status CheckSpans(const CacheCard& card) {
     if (span.position_offset() > position || span.position_offset() <= position - int64_t{kMaxPosition}) {
       return Corrupt("span {} at position {} has offset {}", i, position, span.position_offset());
     }
+    // What was encoded at the start is a sink. Without the one at this context's start nothing sensible is read.
+    if (position == 0 && span.position_offset() != 0) {
+      return Corrupt("span {} at position 0 was encoded at {}: no token is seen that was encoded at the start", i,
+                     -span.position_offset());
+    }
+    if (span.hide_first() && (position == 0 || span.position_offset() != position)) {
+      return Corrupt("span {} at position {} hides its first token, encoded at {}; expected a moved span from position 0",
+                     i, position, position - span.position_offset());
+    }
     end = uint64_t{span.first_position()} + span.n_tokens();
     in_pages += span.n_tokens();
   }
@@ -277,6 +286,9 @@ Status CheckCard(const CacheCard& card) {
                    card.token_ids_size(), card.spans_size(), card.segments_size());
   }
   QKV_RETURN_IF_ERROR(CheckText("turn.sampler", card.turn().sampler()));
+  if (card.turn().prefix_tokens() > static_cast<uint32_t>(card.token_ids_size())) {
+    return Corrupt("{} tokens of a system message in {} token ids", card.turn().prefix_tokens(), card.token_ids_size());
+  }
 
   for (int i = 0; i < card.segments_size(); ++i) {
     const auto& segment = card.segments(i);

@@ -286,6 +286,18 @@ TEST(Card, IsRefusedWhenItContradictsItselfOrALimit) {
       {"from position 61 on", [](CacheCard& c) { c.mutable_spans(1)->set_first_position(61); }},
       {"from position 4294967295", [](CacheCard& c) { c.mutable_spans(1)->set_first_position(~0u); }},
       {"offset 61", [](CacheCard& c) { c.mutable_spans(1)->set_position_offset(61); }},
+      {"no token is seen that was encoded at the start",
+       [](CacheCard& c) { c.mutable_spans(0)->set_position_offset(-1); }},
+      {"hides its first token", [](CacheCard& c) { c.mutable_spans(0)->set_hide_first(true); }},
+      {"hides its first token, encoded at 160", [](CacheCard& c) { c.mutable_spans(1)->set_hide_first(true); }},
+      {"hides its first token",
+       [](CacheCard& c) {
+         for (auto& span : *c.mutable_spans()) {
+           span.set_position_offset(span.first_position());
+           span.set_hide_first(true);
+         }
+       }},
+      {"71 tokens of a system message", [](CacheCard& c) { c.mutable_turn()->set_prefix_tokens(71); }},
       {"offset -9223372036854775808",
        [](CacheCard& c) { c.mutable_spans(1)->set_position_offset(std::numeric_limits<int64_t>::min()); }},
       {"71 token ids, expected 70", [](CacheCard& c) { c.add_token_ids(1); }},
@@ -333,6 +345,13 @@ TEST(Card, MayOmitWhatIsOptional) {
   card.mutable_model()->mutable_rope()->clear_factors_digest();
   card.mutable_model()->clear_adapters();
   EXPECT_TRUE(ParseCard(SerializeCard(card)));
+  CacheCard hidden = ExampleCard();  // a moved span from position 0
+  hidden.mutable_spans(1)->set_position_offset(60);
+  hidden.mutable_spans(1)->set_hide_first(true);
+  hidden.mutable_turn()->set_prefix_tokens(70);
+  const auto parsed_hidden = ParseCard(SerializeCard(hidden));
+  ASSERT_TRUE(parsed_hidden) << parsed_hidden.error().message;
+  EXPECT_TRUE(parsed_hidden->spans(1).hide_first());
   CacheCard gaps = ExampleCard();  // with absent tokens, spans need not touch
   gaps.mutable_spans(1)->set_first_position(62);
   gaps.mutable_spans(1)->set_n_tokens(8);

@@ -156,6 +156,12 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
   const int total = static_cast<int>(tokens.size());
   const int n = std::min(std::max(n_tokens, 2), total);
   if (n < 2) return Err(Code::kInvalidArgument, "context of {} tokens, expected at least 2", total);
+  if (std::ranges::any_of(context.card.spans(), [](const auto& span) { return span.position_offset() != 0; })) {
+    return Err(Code::kInvalidArgument,
+               "context '{}' was spliced: its pages are not what reading its tokens gives, so that only their checksums "
+               "can be verified",
+               context.card.id());
+  }
   const size_t n_vocab = static_cast<size_t>(model->params().n_vocab);
 
   // Card and pages first: what follows may then be decoded.

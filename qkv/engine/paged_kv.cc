@@ -25,14 +25,15 @@ double MsSince(std::chrono::steady_clock::time_point start) {
 // Pages one after the other, as spans: runs of pages of which only the last may be used in part.
 class SpanBuilder {
  public:
-  void Add(const std::shared_ptr<const Segment>& segment, size_t page, int tokens) {
+  void Add(const std::shared_ptr<const Segment>& segment, size_t page, const PageRef& ref) {
     const bool goes_on = !spans_.empty() && spans_.back().segment == segment &&
                          spans_.back().first_page + spans_.back().n_pages == page &&
-                         last_tokens_ == segment->pages()[page - 1].tokens;
-    if (!goes_on) spans_.push_back({segment, page, 0, 0});
+                         last_tokens_ == segment->pages()[page - 1].tokens &&
+                         spans_.back().position_offset == ref.position_offset && !ref.hide_first;
+    if (!goes_on) spans_.push_back({segment, page, 0, 0, ref.position_offset, ref.hide_first});
     spans_.back().n_pages += 1;
-    spans_.back().n_tokens += tokens;
-    last_tokens_ = tokens;
+    spans_.back().n_tokens += ref.tokens;
+    last_tokens_ = ref.tokens;
   }
   std::vector<SegmentSpan> Take() { return std::move(spans_); }
 
@@ -75,7 +76,24 @@ void PagedKv::Reset(std::vector<SegmentSpan> spans) {
   writer_serial_ = 0;
   n_tokens_ = 0;
   step_tokens_ = 0;
-  for (SegmentSpan& span : spans) {
+  Append(spans);
+}
+
+Status PagedKv::Flush() {
+  QKV_CHECK(step_tokens_ == 0);
+  int position = settled_tokens();
+  for (TailPage& page : tail_) {
+    if (page.submitted_at < 0) Submit(page, position);
+    position += page.tokens;
+  }
+  const Status settled = SettleSubmitted();
+  RebuildRefs();
+  return settled;
+}
+
+void PagedKv::Append(const std::vector<SegmentSpan>& spans) {
+  QKV_CHECK(tail_.empty() && step_tokens_ == 0);
+  for (const SegmentSpan& span : spans) {
     int left = span.n_tokens;
     for (size_t i = 0; i < span.n_pages; ++i) {
       const size_t page = span.first_page + i;
@@ -89,6 +107,10 @@ void PagedKv::Reset(std::vector<SegmentSpan> spans) {
   }
   all_verified_ = false;
   RebuildRefs();
+}
+
+bool PagedKv::has_moved() const {
+  return std::ranges::any_of(record_refs_, [](const PageRef& ref) { return ref.position_offset != 0; });
 }
 
 Status PagedKv::Verify(int threads) {
@@ -283,19 +305,13 @@ Status PagedKv::SettleSubmitted() {
 }
 
 Result<std::vector<SegmentSpan>> PagedKv::SealAll() {
-  int position = settled_tokens();
-  for (TailPage& page : tail_) {
-    if (page.submitted_at < 0) Submit(page, position);
-    position += page.tokens;
-  }
-  const Status settled = SettleSubmitted();
-  RebuildRefs();
-  if (!settled) return tl::unexpected(settled.error());
+  QKV_RETURN_IF_ERROR(Flush());
   if (writer_ != nullptr) QKV_RETURN_IF_ERROR(SealWriter());
   SpanBuilder spans;
-  for (PageRecord& record : records_) {
+  for (size_t i = 0; i < records_.size(); ++i) {
+    PageRecord& record = records_[i];
     if (record.writer_serial >= 0) record.segment = sealed_[std::exchange(record.writer_serial, -1)];
-    spans.Add(record.segment, record.page, record.tokens);
+    spans.Add(record.segment, record.page, record_refs_[i]);
   }
   // Whose pages were all truncated away: nothing of this object reads them any more.
   std::erase_if(sealed_, [&](const auto& segment) {
@@ -309,10 +325,11 @@ std::vector<SegmentSpan> PagedKv::SealedPrefix() const {
   std::lock_guard lock(mutex_);
   SpanBuilder spans;
   if (!jobs_.empty()) return {};
-  for (const PageRecord& record : records_) {
+  for (size_t i = 0; i < records_.size(); ++i) {
+    const PageRecord& record = records_[i];
     const auto serial = static_cast<size_t>(std::max(record.writer_serial, 0));
     if (record.segment == nullptr && serial >= sealed_.size()) break;
-    spans.Add(record.segment != nullptr ? record.segment : sealed_[serial], record.page, record.tokens);
+    spans.Add(record.segment != nullptr ? record.segment : sealed_[serial], record.page, record_refs_[i]);
   }
   return spans.Take();
 }

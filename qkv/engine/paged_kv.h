@@ -54,6 +54,13 @@ class PagedKv {
   // Replaces everything by these spans. They must fit the geometry.
   void Reset(std::vector<SegmentSpan> spans);
 
+  // Everything in the tail becomes pages, in a segment that may stay open.
+  Status Flush();
+  // Behind what there is: pages of other contexts. They must fit the geometry. REQUIRES: nothing in the tail (Flush).
+  void Append(const std::vector<SegmentSpan>& spans);
+
+  bool has_moved() const;  // some page is not at the position that it was encoded at
+
   // Checks pages of attached segments that have not been checked yet.
   Status Verify(int threads);
 

@@ -23,6 +23,7 @@ namespace qkv {
 namespace {
 
 constexpr size_t kCacheLine = 64;
+constexpr size_t kMaxParents = 64;  // docs/FORMAT.md §5
 
 struct ThreadpoolFree {
   void operator()(ggml_threadpool* pool) const { ggml_threadpool_free(pool); }
@@ -142,6 +143,17 @@ void MergeOp(ggml_tensor* dst, int /*ith*/, int /*nth*/, void* userdata) {
   }
 }
 
+// As llama_graph.cc rotates.
+Rope RopeOf(const Model::Internal& model) {
+  const HyperParams& p = model.params;
+  Rope rope{.pairs = Rope::Pairs::kInterleaved, .frequencies = {}};
+  for (int i = 0; i < p.rope_dims / 2; ++i) {
+    const double factor = model.rope_factors == nullptr ? 1 : static_cast<const float*>(model.rope_factors->data)[i];
+    rope.frequencies.push_back(std::pow(double{p.rope_base}, -2.0 * i / p.rope_dims) * p.rope_scale / factor);
+  }
+  return rope;
+}
+
 int64_t NowUnixMs() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch())
       .count();
@@ -186,6 +198,7 @@ struct Sequence::Impl {
   std::optional<Before> before;
 
   AttentionShape shape;
+  Rope rope;
   std::optional<Placement> placement;
   Step step;
   std::vector<LayerStep> layer_steps;
@@ -219,6 +232,15 @@ struct Sequence::Impl {
   }
 
   Context Describe(const std::vector<SegmentSpan>& spans, const PublishInfo& info) const;
+  // What a context's card says about its pages, checked against the model and the segments.
+  Result<std::vector<SegmentSpan>> SpansOf(const Context& context) const;
+  // Forward without taking over: reads behind what is here, batch by batch.
+  Status ReadAll(std::span<const Token> batch);
+
+  // A card has room for so many; a context made of more names the first ones.
+  void AddParent(const std::string& id) {
+    if (parents.size() < kMaxParents && std::ranges::find(parents, id) == parents.end()) parents.push_back(id);
+  }
 
   bool TailOverBudget() const { return kv->tail_bytes() > options.tail_budget_bytes; }
 
@@ -230,7 +252,7 @@ struct Sequence::Impl {
     std::copy(batch.begin(), batch.end(), graph.tokens().begin());
     for (int i = 0; i < n; ++i) graph.positions()[i] = kv->n_tokens() + i;
 
-    step.plan.emplace(shape, n, kv->pages());
+    step.plan.emplace(shape, n, kv->pages(), &rope);
     step.trace = std::exchange(just_attached, false) ? options.trace : nullptr;
     step.scratch_stride = (step.plan->scratch_bytes() + kCacheLine - 1) / kCacheLine * kCacheLine;
     step.scratch = scratch.Get(step.scratch_stride * static_cast<size_t>(options.n_threads));
@@ -280,6 +302,7 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
     return Err(Code::kExhausted, Reason::kPoolFull, "could not start {} threads", options.n_threads);
   impl->options = options;
   impl->shape = {p.n_heads, p.n_kv_heads, p.head_dim, 1.0f / std::sqrt(static_cast<float>(p.head_dim))};
+  impl->rope = RopeOf(model->internal());
   impl->placement.emplace(options.n_threads);
   impl->step.placement = &*impl->placement;
   impl->step.n_layers = p.n_layers;
@@ -295,17 +318,16 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   return std::unique_ptr<Sequence>(new Sequence(std::move(impl)));
 }
 
-Status Sequence::Attach(const Context& context) {
-  Impl& s = *impl_;
+Result<std::vector<SegmentSpan>> Sequence::Impl::SpansOf(const Context& context) const {
   const CacheCard& card = context.card;
-  QKV_RETURN_IF_ERROR(CheckCompatible(card, s.model->identity()));
+  QKV_RETURN_IF_ERROR(CheckCompatible(card, model->identity()));
   if (static_cast<int>(context.segments.size()) != card.segments_size()) {
     return Err(Code::kCorrupt, Reason::kChecksum, "context '{}' came with {} segments, its card names {}", card.id(),
                context.segments.size(), card.segments_size());
   }
-  if (card.token_ids_size() > s.options.n_ctx) {
+  if (card.token_ids_size() > options.n_ctx) {
     return Err(Code::kInvalidArgument, Reason::kTooLong, "context '{}' has {} tokens, this agent's context size is {}",
-               card.id(), card.token_ids_size(), s.options.n_ctx);
+               card.id(), card.token_ids_size(), options.n_ctx);
   }
   for (int i = 0; i < card.segments_size(); ++i) {
     const Segment& segment = *context.segments[i];
@@ -313,24 +335,21 @@ Status Sequence::Attach(const Context& context) {
       return Err(Code::kCorrupt, Reason::kChecksum, "segment {} of context '{}' has digest {}, its card says {}", i,
                  card.id(), segment.digest(), card.segments(i).digest());
     }
-    if (segment.geometry() != s.model->geometry() || segment.header().model_digest != s.model->weights_digest()) {
+    if (segment.geometry() != model->geometry() || segment.header().model_digest != model->weights_digest()) {
       return Err(Code::kIncompatible, Reason::kModelMismatch, "segment {} of context '{}' was written by another model",
                  i, card.id());
     }
   }
   std::vector<SegmentSpan> spans;
-  uint32_t position = 0;
+  int64_t position = 0;
   for (const auto& span : card.spans()) {
     const auto& segment = context.segments[span.segment()];
-    if (span.position_offset() != 0) {
-      return Err(Code::kIncompatible, Reason::kVersion,
-                 "context '{}' holds a moved span, which this version cannot read", card.id());
-    }
-    uint64_t whole = 0;  // tokens of all pages but the last
+    const int64_t encoded_at = position - span.position_offset();
+    int64_t whole = 0;  // tokens of all pages but the last
     const uint64_t end_page = uint64_t{span.first_page()} + span.n_pages();
     bool fits = span.n_pages() > 0 && end_page <= segment->pages().size();
     for (uint64_t page = span.first_page(); fits && page < end_page; ++page) {
-      fits = segment->pages()[page].first_position == position + whole;
+      fits = segment->pages()[page].first_position == encoded_at + whole;
       if (page + 1 < end_page) whole += segment->pages()[page].tokens;
     }
     fits = fits && span.n_tokens() > whole && span.n_tokens() <= whole + segment->pages()[end_page - 1].tokens;
@@ -338,15 +357,23 @@ Status Sequence::Attach(const Context& context) {
       return Err(Code::kCorrupt, Reason::kChecksum, "a span of context '{}' does not match the pages of its segment",
                  card.id());
     }
-    spans.push_back({segment, span.first_page(), span.n_pages(), static_cast<int>(span.n_tokens())});
+    spans.push_back({segment, span.first_page(), span.n_pages(), static_cast<int>(span.n_tokens()),
+                     static_cast<int>(span.position_offset()), span.hide_first()});
     position += span.n_tokens();
   }
   for (const uint32_t token : card.token_ids()) {
-    if (token >= static_cast<uint32_t>(s.model->params().n_vocab)) {
+    if (token >= static_cast<uint32_t>(model->params().n_vocab)) {
       return Err(Code::kCorrupt, Reason::kTokenizerMismatch, "context '{}' has token {}, the vocabulary has {}",
-                 card.id(), token, s.model->params().n_vocab);
+                 card.id(), token, model->params().n_vocab);
     }
   }
+  return spans;
+}
+
+Status Sequence::Attach(const Context& context) {
+  Impl& s = *impl_;
+  const CacheCard& card = context.card;
+  QKV_ASSIGN_OR_RETURN(std::vector<SegmentSpan> spans, s.SpansOf(context));
   if (!s.before) {  // else nothing that was attached since has been read
     const bool was_empty = s.tokens.empty();
     s.before.emplace(Impl::Before{was_empty ? nullptr : std::move(s.kv), std::move(s.tokens), std::move(s.parents),
@@ -419,18 +446,96 @@ Status Sequence::Forward(std::span<const Token> tokens) {
     }
   }
   s.all_logits.clear();
-  for (size_t done = 0; done < tokens.size();) {
-    const size_t n = std::min<size_t>(tokens.size() - done, s.options.n_batch);
-    if (auto status = s.Compute(tokens.subspan(done, n), done == 0, done + n == tokens.size()); !status) {
-      (void)Truncate(static_cast<int>(before));
-      return status;
-    }
-    done += n;
-    if (s.options.on_progress && n < tokens.size()) s.options.on_progress(done, tokens.size());
+  if (auto status = s.ReadAll(tokens); !status) {
+    (void)Truncate(static_cast<int>(before));
+    return status;
   }
-  s.stats.tokens_recomputed += static_cast<int64_t>(tokens.size());
   s.before.reset();
   return {};
+}
+
+Status Sequence::Impl::ReadAll(std::span<const Token> batch) {
+  for (size_t done = 0; done < batch.size();) {
+    const size_t n = std::min<size_t>(batch.size() - done, options.n_batch);
+    QKV_RETURN_IF_ERROR(Compute(batch.subspan(done, n), done == 0, done + n == batch.size()));
+    done += n;
+    if (options.on_progress && n < batch.size()) options.on_progress(done, batch.size());
+  }
+  stats.tokens_recomputed += static_cast<int64_t>(batch.size());
+  return {};
+}
+
+Result<SpliceResult> Sequence::Splice(std::span<const SpliceSource> sources, const SpliceOptions& options) {
+  Impl& s = *impl_;
+  if (options.repair < 0 || (options.repair % kPageTokens != 0 && options.repair != kRepairAll)) {
+    return Err(Code::kInvalidArgument, "repair of {} tokens, expected a multiple of {}", options.repair, kPageTokens);
+  }
+  const int before = static_cast<int>(s.tokens.size());
+  // All is checked before anything changes.
+  SpliceResult result;
+  std::vector<SplicePlan> plans;
+  std::vector<Token> tokens = s.tokens;
+  for (const SpliceSource& source : sources) {
+    const CacheCard& card = source.context->card;
+    QKV_ASSIGN_OR_RETURN(const std::vector<SegmentSpan> spans, s.SpansOf(*source.context));
+    const int position = static_cast<int>(tokens.size());
+    if (source.first_token < 0 || source.first_token >= card.token_ids_size()) {
+      return Err(Code::kInvalidArgument, "context '{}' has {} tokens, it cannot be used from token {} on", card.id(),
+                 card.token_ids_size(), source.first_token);
+    }
+    // Behind the very tokens that it was made behind, and these are all there is or were not moved themselves.
+    const bool exact = position == source.first_token && result.spans == 0 && !s.kv->has_moved() &&
+                       std::equal(tokens.begin(), tokens.end(), card.token_ids().begin());
+    plans.push_back(PlanSplice(spans, source.first_token, position, exact, options));
+    const SplicePlan& plan = plans.back();
+    if (position == 0 && plan.n_recompute == 0 && (plan.spans[0].position_offset != 0 || plan.spans[0].hide_first)) {
+      return Err(Code::kIncompatible, Reason::kQualityGate,
+                 "context '{}' from token {} on has nothing before it, and no token is seen that was encoded at the start;"
+                 " repair it, or put something before it",
+                 card.id(), source.first_token);
+    }
+    tokens.insert(tokens.end(), card.token_ids().begin() + source.first_token, card.token_ids().end());
+    result.tokens_spliced += plan.n_spliced;
+    result.tokens_recomputed += plan.n_recompute;
+    for (const SegmentSpan& span : plan.spans) {
+      result.spans += span.position_offset != 0;
+      result.hidden += span.hide_first;
+    }
+  }
+  if (tokens.size() > static_cast<size_t>(s.options.n_ctx)) {
+    return Err(Code::kInvalidArgument, Reason::kTooLong,
+               "{} tokens in the context and {} to splice do not fit a context size of {}", before,
+               tokens.size() - static_cast<size_t>(before), s.options.n_ctx);
+  }
+  if (options.budget > 0 && result.tokens_recomputed > options.budget) {
+    return Err(Code::kExhausted, Reason::kTooLong, "splicing would read {} tokens again, the budget is {}",
+               result.tokens_recomputed, options.budget);
+  }
+  QKV_RETURN_IF_ERROR(s.kv->Verify(s.options.n_threads));
+  for (const SplicePlan& plan : plans) {
+    for (const SegmentSpan& span : plan.spans) {
+      QKV_RETURN_IF_ERROR(span.segment->Verify(span.first_page, span.n_pages, s.options.n_threads));
+    }
+  }
+
+  s.logits.clear();
+  s.all_logits.clear();
+  const std::span<const Token> all = tokens;
+  for (const SplicePlan& plan : plans) {
+    Status status = s.ReadAll(all.subspan(s.tokens.size(), static_cast<size_t>(plan.n_recompute)));
+    if (status) status = s.kv->Flush();
+    if (!status) {
+      (void)Truncate(before);
+      return tl::unexpected(std::move(status).error());
+    }
+    s.kv->Append(plan.spans);
+    const auto next = tokens.begin() + static_cast<int>(s.tokens.size());
+    s.tokens.insert(s.tokens.end(), next, next + plan.n_spliced);
+  }
+  for (const SpliceSource& source : sources) s.AddParent(source.context->card.id());
+  s.stats.tokens_spliced += result.tokens_spliced;
+  s.before.reset();
+  return result;
 }
 
 std::span<const float> Sequence::logits() const {
@@ -509,6 +614,8 @@ Context Sequence::Impl::Describe(const std::vector<SegmentSpan>& spans, const Pu
     out->set_n_pages(span.n_pages);
     out->set_n_tokens(span.n_tokens);
     out->set_first_position(position);
+    out->set_position_offset(span.position_offset);
+    out->set_hide_first(span.hide_first);
     position += span.n_tokens;
   }
   card.mutable_token_ids()->Add(tokens.begin(), tokens.begin() + position);
@@ -516,6 +623,7 @@ Context Sequence::Impl::Describe(const std::vector<SegmentSpan>& spans, const Pu
   card.mutable_turn()->set_open_turn(info.open_turn);
   card.mutable_turn()->set_sampler(info.sampler);
   card.mutable_turn()->set_seed(info.seed);
+  card.mutable_turn()->set_prefix_tokens(std::min<uint32_t>(info.prefix_tokens, position));
   return context;
 }
 

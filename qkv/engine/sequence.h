@@ -22,6 +22,7 @@
 #include "qkv/attention/attention.h"
 #include "qkv/base/trace.h"
 #include "qkv/engine/model.h"
+#include "qkv/engine/splice.h"
 #include "qkv/engine/vocab.h"
 #include "qkv/segment/segment.h"
 
@@ -70,6 +71,14 @@ class Sequence {
   using RowTransform =
       std::function<void(Side side, int layer, int kv_head, int first_position, int tokens, float* rows)>;
   Status CopyExact(const Context& exact, const RowTransform& transform = {});
+  // Uses contexts behind what was read so far, in this order: an approximation (splice.h), unless a context's left out
+  // beginning is exactly what stands here, or it is used from its start behind nothing. What is here becomes pages; tokens
+  // that are to be repaired are read behind all that comes before them. Afterwards there are no logits until the next
+  // Forward. Errors: Attach's, for each context; kInvalidArgument (a token out of range, repair no multiple of a page);
+  // kIncompatible/quality_gate when no token would be seen that was encoded at the start; kExhausted/too_long over the
+  // budget; kCorrupt/checksum. On error the tokens are what they were.
+  Result<SpliceResult> Splice(std::span<const SpliceSource> sources, const SpliceOptions& options);
+
   // Back to what was here before the last Attach, as long as no Forward has succeeded since; else nothing happens.
   void Revert();
 
@@ -92,6 +101,7 @@ class Sequence {
     std::string sampler;
     uint64_t seed = 0;
     bool open_turn = true;
+    int prefix_tokens = 0;  // the first tokens, if they are the agent's own system message
   };
   Result<Context> Publish(const PublishInfo& info);
 
@@ -114,7 +124,8 @@ class Sequence {
 
   struct Stats {
     int64_t tokens_reused = 0;      // taken over by Attach
-    int64_t tokens_recomputed = 0;  // read by Forward since Create or the last Attach
+    int64_t tokens_spliced = 0;     // used by Splice as they are
+    int64_t tokens_recomputed = 0;  // read by Forward, or repaired by Splice, since Create or the last Attach
     uint64_t shared_kv_bytes = 0;   // pages of attached segments
     uint64_t own_kv_bytes = 0;      // pages written here
     uint64_t tail_bytes = 0;
