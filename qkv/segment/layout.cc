@@ -4,6 +4,8 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace qkv {
@@ -17,6 +19,27 @@ PageLayout::PageLayout(const Geometry& geometry, CodecPair codecs)
       layer_stride(head_stride * static_cast<size_t>(geometry.n_kv_heads)),
       bytes((layer_stride * static_cast<size_t>(geometry.n_layers) + kPageAlignment - 1) / kPageAlignment *
             kPageAlignment) {}
+
+ConstantsLayout::ConstantsLayout(const Geometry& geometry)
+    : vector_bytes(2 * static_cast<size_t>(geometry.head_dim)),
+      head_stride(3 * vector_bytes),
+      layer_stride(head_stride * static_cast<size_t>(geometry.n_kv_heads)),
+      bytes(layer_stride * static_cast<size_t>(geometry.n_layers)) {}
+
+SegmentConstants::SegmentConstants(const Geometry& geometry) : layout(geometry), halves(layout.bytes / 2) {}
+
+std::span<uint16_t> SegmentConstants::at(int layer, int kv_head, Constant which) {
+  return std::span(halves).subspan(layout.Offset(layer, kv_head, which) / 2, layout.vector_bytes / 2);
+}
+
+bool NeedsConstants(CodecPair codecs) {
+  return std::ranges::any_of(std::array{codecs.k, codecs.v},
+                             [](CodecId id) { return CodecOf(id).rotated && id != CodecId::kRefine4; });
+}
+
+bool IsRotated(CodecPair codecs) {
+  return CodecOf(codecs.k).rotated || CodecOf(codecs.v).rotated;
+}
 
 Status ValidateGeometry(const Geometry& geometry) {
   if (geometry.n_layers < 1 || geometry.n_layers > kMaxLayers) {

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Bytes of a segment: header, page table, pages (docs/FORMAT.md §1 and §2). The structs are copied out of shared
+// Bytes of a segment: header, page table, constants, pages (docs/FORMAT.md §1 and §2). The structs are copied out of shared
 // memory, never used in place: bytes from another process are copied, the copy is validated, and only the copy is used.
 // Pure arithmetic and plain data; safe from anywhere.
 
@@ -33,7 +33,7 @@ inline constexpr uint64_t kMaxSegmentBytes = uint64_t{4} << 30;
 inline constexpr uint32_t kMaxPagesPerSegment = 1u << 20;
 inline constexpr uint32_t kMaxPosition = 1u << 30;  // of any token; positions are below it
 inline constexpr size_t kPageAlignment = 4096;      // pages start on it, so that one page can be mapped alone
-inline constexpr uint32_t kSegmentVersion = 1;      // any change below or in a codec's block layout bumps it
+inline constexpr uint32_t kSegmentVersion = 2;      // any change below or in a codec's block layout bumps it
 inline constexpr std::array<char, 8> kSegmentMagic = {'Q', 'K', 'V', 'S', 'E', 'G', '0', '1'};
 inline constexpr uint32_t kByteOrderMark = 0x01020304;
 
@@ -46,16 +46,20 @@ struct SegmentHeader {  // FORMAT.md §1.1
   uint32_t k_head_dim;
   uint32_t v_head_dim;
   uint32_t page_tokens;
-  uint32_t n_pages;                      // entries used in the page table; written at sealing
-  uint64_t table_offset;                 // sizeof(SegmentHeader)
-  uint64_t data_offset;                  // of the first page
-  uint64_t file_bytes;                   // of the whole sealed segment
-  uint64_t rotation_seed;                // 0: no rotation
-  std::array<uint8_t, 16> model_digest;  // XXH3-128 of the weights
-  std::array<uint8_t, 32> reserved;      // zero
-  uint64_t header_checksum;              // HeaderChecksum()
+  uint32_t n_pages;                            // entries used in the page table; written at sealing
+  uint64_t table_offset;                       // sizeof(SegmentHeader)
+  uint64_t data_offset;                        // of the first page
+  uint64_t file_bytes;                         // of the whole sealed segment
+  uint64_t rotation_seed;                      // kRotationSeed if a page is rotated, else 0
+  std::array<uint8_t, 16> model_digest;        // XXH3-128 of the weights
+  std::array<uint8_t, 16> calibration_digest;  // of the matrices that keys were multiplied with; zero: none
+  uint64_t constants_offset;                   // 0: none
+  uint64_t constants_bytes;                    // exactly ConstantsLayout::bytes, or 0
+  uint64_t constants_checksum;                 // XXH3-64 of them, or 0
+  std::array<uint8_t, 56> reserved;            // zero
+  uint64_t header_checksum;                    // HeaderChecksum()
 };
-static_assert(sizeof(SegmentHeader) == 128 && std::is_trivially_copyable_v<SegmentHeader>);
+static_assert(sizeof(SegmentHeader) == 192 && std::is_trivially_copyable_v<SegmentHeader>);
 
 struct PageEntry {  // FORMAT.md §1.2
   uint8_t k_codec;  // CodecId
@@ -83,6 +87,40 @@ struct PageLayout {
            (side == Side::kV ? k_block_bytes : 0);
   }
 };
+
+// What rotated pages (3 to 8) are read with, once per segment, [layer][kv_head]{mean K, first K, first V}, halves in the
+// plain frame: the mean that was taken off keys, and the exact K and V of the token at position 0, which its page leaves
+// out. FORMAT.md §1.3.
+enum class Constant : uint8_t { kMeanK, kFirstK, kFirstV };
+
+struct ConstantsLayout {
+  explicit ConstantsLayout(const Geometry& geometry);
+
+  size_t vector_bytes;  // head_dim halves
+  size_t head_stride;   // three vectors
+  size_t layer_stride;  // head_stride * n_kv_heads
+  size_t bytes;
+
+  size_t Offset(int layer, int kv_head, Constant which) const {
+    return layer_stride * static_cast<size_t>(layer) + head_stride * static_cast<size_t>(kv_head) +
+           vector_bytes * static_cast<size_t>(which);
+  }
+};
+
+// For a writer. All finite.
+struct SegmentConstants {
+  explicit SegmentConstants(const Geometry& geometry);  // zeros
+  std::span<uint16_t> at(int layer, int kv_head, Constant which);
+
+  ConstantsLayout layout;
+  std::vector<uint16_t> halves;
+  std::array<uint8_t, 16> calibration_digest{};
+};
+
+// A page that needs constants: one side at least is in 3 to 8 bits.
+bool NeedsConstants(CodecPair codecs);
+// A page that needs the header's rotation_seed: such a page, or a refinement page.
+bool IsRotated(CodecPair codecs);
 
 // Every number within its limit, head_dim a size that the codecs take. Error: kInvalidArgument.
 Status ValidateGeometry(const Geometry& geometry);

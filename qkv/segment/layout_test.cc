@@ -24,8 +24,12 @@ TEST(Layout, HeaderFieldsStandWhereFormatMdSays) {
   EXPECT_EQ(offsetof(SegmentHeader, file_bytes), 56u);
   EXPECT_EQ(offsetof(SegmentHeader, rotation_seed), 64u);
   EXPECT_EQ(offsetof(SegmentHeader, model_digest), 72u);
-  EXPECT_EQ(offsetof(SegmentHeader, reserved), 88u);
-  EXPECT_EQ(offsetof(SegmentHeader, header_checksum), 120u);
+  EXPECT_EQ(offsetof(SegmentHeader, calibration_digest), 88u);
+  EXPECT_EQ(offsetof(SegmentHeader, constants_offset), 104u);
+  EXPECT_EQ(offsetof(SegmentHeader, constants_bytes), 112u);
+  EXPECT_EQ(offsetof(SegmentHeader, constants_checksum), 120u);
+  EXPECT_EQ(offsetof(SegmentHeader, reserved), 128u);
+  EXPECT_EQ(offsetof(SegmentHeader, header_checksum), 184u);
   EXPECT_EQ(offsetof(PageEntry, k_codec), 0u);
   EXPECT_EQ(offsetof(PageEntry, v_codec), 1u);
   EXPECT_EQ(offsetof(PageEntry, tokens), 2u);
@@ -66,6 +70,36 @@ TEST(Layout, ThePageOfTheLargestGeometryDoesNotOverflow) {
   const PageLayout layout({.n_layers = kMaxLayers, .n_kv_heads = kMaxKvHeads, .head_dim = kMaxHeadDim},
                           {CodecId::kF16, CodecId::kF16});
   EXPECT_EQ(layout.bytes, uint64_t{512} * 512 * 256 * 32 * 2 * 2);
+}
+
+TEST(Layout, ConstantsAreThreeVectorsPerLayerAndHead) {
+  const Geometry geometry{.n_layers = 3, .n_kv_heads = 2, .head_dim = 80};
+  SegmentConstants constants(geometry);
+  EXPECT_EQ(constants.layout.bytes, 3u * 2 * 3 * 80 * 2);
+  ASSERT_EQ(constants.halves.size(), 3u * 2 * 3 * 80);
+  size_t at = 0;
+  for (int layer = 0; layer < 3; ++layer) {
+    for (int head = 0; head < 2; ++head) {
+      for (const Constant which : {Constant::kMeanK, Constant::kFirstK, Constant::kFirstV}) {
+        EXPECT_EQ(constants.layout.Offset(layer, head, which), at);
+        const auto vector = constants.at(layer, head, which);
+        EXPECT_EQ(vector.size(), 80u);
+        EXPECT_EQ(vector.data(), constants.halves.data() + at / 2);
+        at += 160;
+      }
+    }
+  }
+}
+
+TEST(Layout, PagesOfThreeToEightBitsNeedConstantsRefinementsOnlyTheSeed) {
+  for (const Codec& k : Codecs()) {
+    for (const Codec& v : Codecs()) {
+      EXPECT_EQ(NeedsConstants({k.id, v.id}), k.rotated || v.rotated);
+      EXPECT_EQ(IsRotated({k.id, v.id}), k.rotated || v.rotated);
+    }
+  }
+  EXPECT_FALSE(NeedsConstants({CodecId::kRefine4, CodecId::kRefine4}));
+  EXPECT_TRUE(IsRotated({CodecId::kRefine4, CodecId::kRefine4}));
 }
 
 TEST(Layout, GeometryBeyondALimitIsRefused) {

@@ -10,10 +10,12 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <cstring>
 #include <system_error>
 #include <thread>
 
 #include "qkv/base/kill_point.h"
+#include "qkv/codec/frame.h"
 
 namespace qkv {
 namespace {
@@ -71,12 +73,24 @@ Status CheckHeader(const SegmentHeader& header, uint64_t size) {
     return Err(Code::kIncompatible, Reason::kVersion, "segment: head dims of K {} and V {}, expected the same",
                header.k_head_dim, header.v_head_dim);
   }
-  if (header.rotation_seed != 0) {
-    return Err(Code::kIncompatible, Reason::kCodecUnsupported, "segment: rotated with seed {:#x}, expected no rotation",
-               header.rotation_seed);
-  }
   if (std::any_of(header.reserved.begin(), header.reserved.end(), [](uint8_t byte) { return byte != 0; })) {
     return Err(Code::kIncompatible, Reason::kVersion, "segment: reserved bytes in use, expected zeros");
+  }
+  return {};
+}
+
+// Before ValidateGeometry: no number here depends on the geometry.
+Status CheckConstantsPlace(const SegmentHeader& header) {
+  if (header.constants_bytes == 0) {
+    if (header.constants_offset == 0 && header.constants_checksum == 0) return {};
+    return Corrupt("0 bytes of constants at {}, expected at 0", header.constants_offset);
+  }
+  const uint64_t table_end = header.table_offset + uint64_t{header.n_pages} * sizeof(PageEntry);
+  if (header.constants_offset % 64 != 0 || header.constants_offset < table_end ||
+      header.constants_offset > header.data_offset ||
+      header.constants_bytes > header.data_offset - header.constants_offset) {
+    return Corrupt("{} bytes of constants at {}, expected at a multiple of 64 from {} to {}", header.constants_bytes,
+                   header.constants_offset, table_end, header.data_offset);
   }
   return {};
 }
@@ -84,6 +98,25 @@ Status CheckHeader(const SegmentHeader& header, uint64_t size) {
 Geometry GeometryOf(const SegmentHeader& header) {
   // A number beyond int becomes a negative one, which ValidateGeometry refuses.
   return {static_cast<int>(header.n_layers), static_cast<int>(header.n_kv_heads), static_cast<int>(header.k_head_dim)};
+}
+
+// Whether the header says of the pages' frame what they need. After CheckTable.
+Status CheckFrame(const SegmentHeader& header, std::span<const PageEntry> table) {
+  bool rotated = false, needs_constants = false;
+  for (const PageEntry& entry : table) {
+    const CodecPair codecs{static_cast<CodecId>(entry.k_codec), static_cast<CodecId>(entry.v_codec)};
+    rotated |= IsRotated(codecs);
+    needs_constants |= NeedsConstants(codecs);
+  }
+  if (const uint64_t seed = rotated ? kRotationSeed : 0; header.rotation_seed != seed) {
+    return Err(Code::kIncompatible, Reason::kCodecUnsupported, "segment: rotated with seed {:#x}, expected {:#x}",
+               header.rotation_seed, seed);
+  }
+  const uint64_t bytes = ConstantsLayout(GeometryOf(header)).bytes;
+  if (header.constants_bytes != bytes && (header.constants_bytes != 0 || needs_constants)) {
+    return Corrupt("{} bytes of constants, expected {}", header.constants_bytes, bytes);
+  }
+  return {};
 }
 
 Status CheckTable(const SegmentHeader& header, std::span<const PageEntry> table) {
@@ -94,6 +127,11 @@ Status CheckTable(const SegmentHeader& header, std::span<const PageEntry> table)
     if (FindCodec(entry.k_codec) == nullptr || FindCodec(entry.v_codec) == nullptr) {
       return Err(Code::kIncompatible, Reason::kCodecUnsupported,
                  "segment: page {} has codecs {} and {}, not known here", i, entry.k_codec, entry.v_codec);
+    }
+    constexpr auto kRefinement = static_cast<uint8_t>(CodecId::kRefine4);
+    if ((entry.k_codec == kRefinement) != (entry.v_codec == kRefinement)) {
+      return Corrupt("page {} has codecs {} and {}, expected a refinement on both sides or neither", i, entry.k_codec,
+                     entry.v_codec);
     }
     if (entry.tokens < 1 || entry.tokens > kPageTokens) {
       return Corrupt("page {} has {} tokens, expected 1 to {}", i, entry.tokens, kPageTokens);
@@ -159,12 +197,32 @@ Result<std::shared_ptr<const Segment>> Segment::Open(Fd fd, bool require_seals) 
     return Corrupt("header and page table have checksum {:016x}, expected {:016x}", checksum, header.header_checksum);
   }
   QKV_RETURN_IF_ERROR(CheckHeader(header, size));
+  QKV_RETURN_IF_ERROR(CheckConstantsPlace(header));
   if (Status status = ValidateGeometry(GeometryOf(header)); !status) return Corrupt("{}", status.error().message);
   QKV_RETURN_IF_ERROR(CheckTable(header, table));
+  QKV_RETURN_IF_ERROR(CheckFrame(header, table));
 
   QKV_ASSIGN_OR_RETURN(Mapping mapping, Mapping::Map(fd, Mapping::Access::kReadOnly, 0, size));
-  return std::shared_ptr<const Segment>(
+  std::shared_ptr<const Segment> segment(
       new Segment(std::move(fd), std::move(mapping), header, std::move(table), /*verified=*/false));
+  QKV_RETURN_IF_ERROR(segment->VerifyConstants());
+  return segment;
+}
+
+Status Segment::VerifyConstants() const {
+  if (constants() == nullptr) return {};
+  if (!sealed_) QKV_RETURN_IF_ERROR(Populate(header_.constants_offset, header_.constants_bytes));
+  const uint64_t checksum = XXH3_64bits(constants(), header_.constants_bytes);
+  if (checksum != header_.constants_checksum) {
+    return Corrupt("constants have checksum {:016x}, expected {:016x}", checksum, header_.constants_checksum);
+  }
+  // One that is not finite would spoil every score that it takes part in.
+  for (size_t i = 0; i < header_.constants_bytes; i += 2) {
+    uint16_t half;
+    std::memcpy(&half, constants() + i, sizeof half);
+    if ((half & 0x7c00) == 0x7c00) return Corrupt("constant {} is not finite", i / 2);
+  }
+  return {};
 }
 
 CodecPair Segment::codecs(size_t index) const {
@@ -173,13 +231,13 @@ CodecPair Segment::codecs(size_t index) const {
 
 // Reading a mapped page that a disk cannot give, or that was truncated away, raises SIGBUS; asking the kernel to read it
 // first makes that an error. Where the kernel does not know how (before Linux 5.14), nothing is asked.
-Status Segment::Populate(const PageEntry& entry) const {
+Status Segment::Populate(uint64_t offset, uint64_t bytes) const {
 #ifdef MADV_POPULATE_READ
   const auto system_page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-  const uint64_t skew = entry.offset % system_page;
-  if (::madvise(mapping_.data() + entry.offset - skew, entry.bytes + skew, MADV_POPULATE_READ) != 0 &&
+  const uint64_t skew = offset % system_page;
+  if (::madvise(mapping_.data() + offset - skew, bytes + skew, MADV_POPULATE_READ) != 0 &&
       (errno == EFAULT || errno == EHWPOISON || errno == EIO)) {
-    return Corrupt("{}: the page at {} cannot be read", digest_, entry.offset);
+    return Corrupt("{}: the page at {} cannot be read", digest_, offset);
   }
 #endif
   return {};
@@ -192,7 +250,7 @@ Status Segment::Verify(size_t index) const {
   // Relaxed: the flag guards nothing but the sealed bytes. Two threads may both verify a page; they find the same.
   if (verified_[index].load(std::memory_order_relaxed)) return {};
   const PageEntry& entry = table_[index];
-  if (!sealed_) QKV_RETURN_IF_ERROR(Populate(entry));
+  if (!sealed_) QKV_RETURN_IF_ERROR(Populate(entry.offset, entry.bytes));
   const uint64_t checksum = XXH3_64bits(page(index), entry.bytes);
   if (checksum != entry.checksum) {
     return Err(Code::kCorrupt, Reason::kChecksum, "segment {}: page {} has checksum {:016x}, expected {:016x}", digest_,

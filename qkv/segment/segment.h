@@ -22,8 +22,9 @@ namespace qkv {
 class Segment {
  public:
   // Takes a sealed memory file (or a file on disk, with `require_seals` false), copies header and page table, validates
-  // the copies against the limits and the real size, and maps the whole file read-only. A descriptor that could write
-  // is replaced by a read-only one. O(pages of the table); page contents are not read. Errors: kCorrupt/checksum,
+  // the copies against the limits and the real size, maps the whole file read-only and verifies the constants. A
+  // descriptor that could write is replaced by a read-only one. O(pages of the table + constants); page contents are not
+  // read. Errors: kCorrupt/checksum,
   // kIncompatible/version or endianness or codec_unsupported, kDenied/denied when it is not sealed, kExhausted.
   //
   // A file on disk can be truncated or changed by whoever may write to it: open only files that nobody but this user can
@@ -40,7 +41,11 @@ class Segment {
   const Fd& fd() const { return fd_; }
   bool sealed() const { return sealed_; }  // else a file on disk
   const std::byte* page(size_t index) const { return mapping_.data() + table_[index].offset; }
-  CodecPair codecs(size_t index) const;
+  CodecPair codecs(size_t index) const;  // refine is false: only the card knows of another segment
+  // ConstantsLayout::bytes, on 64 bytes; nullptr where there are none, which is where no page needs them. All finite.
+  const std::byte* constants() const {
+    return header_.constants_bytes == 0 ? nullptr : mapping_.data() + header_.constants_offset;
+  }
 
   // Identifies the content: XXH3-128 of header and page table (which hold a checksum of every page), 32 hex digits.
   const std::string& digest() const { return digest_; }
@@ -56,7 +61,8 @@ class Segment {
  private:
   friend class SegmentWriter;
   Segment(Fd fd, Mapping mapping, const SegmentHeader& header, std::vector<PageEntry> table, bool verified);
-  Status Populate(const PageEntry& entry) const;
+  Status Populate(uint64_t offset, uint64_t bytes) const;
+  Status VerifyConstants() const;
 
   Fd fd_;
   Mapping mapping_;

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <xxhash.h>
 
 #include <functional>
 #include <thread>
@@ -124,8 +125,8 @@ TEST(Segment, RefusesEveryFieldThatDoesNotFitAndSaysWhy) {
       {"QKVSEG01", [](Bytes& b) { HeaderIn(b).magic[7] = '2'; }, Code::kCorrupt, Reason::kChecksum},
       {"byte order", [](Bytes& b) { HeaderIn(b).byte_order = 0x04030201; }, Code::kIncompatible, Reason::kEndianness},
       {"byte order", [](Bytes& b) { HeaderIn(b).byte_order = 7; }, Code::kCorrupt, Reason::kChecksum},
-      {"version 2, expected 1", [](Bytes& b) { HeaderIn(b).version = 2; }, Code::kIncompatible, Reason::kVersion},
-      {"version 0, expected 1", [](Bytes& b) { HeaderIn(b).version = 0; }, Code::kIncompatible, Reason::kVersion},
+      {"version 1, expected 2", [](Bytes& b) { HeaderIn(b).version = 1; }, Code::kIncompatible, Reason::kVersion},
+      {"version 0, expected 2", [](Bytes& b) { HeaderIn(b).version = 0; }, Code::kIncompatible, Reason::kVersion},
       {"513 layers", [](Bytes& b) { HeaderIn(b).n_layers = 513; }, Code::kCorrupt, Reason::kChecksum},
       {"0 layers", [](Bytes& b) { HeaderIn(b).n_layers = 0; }, Code::kCorrupt, Reason::kChecksum},
       {"KV heads", [](Bytes& b) { HeaderIn(b).n_kv_heads = 0xffffffff; }, Code::kCorrupt, Reason::kChecksum},
@@ -134,18 +135,29 @@ TEST(Segment, RefusesEveryFieldThatDoesNotFitAndSaysWhy) {
       {"head_dim 40", [](Bytes& b) { HeaderIn(b).k_head_dim = HeaderIn(b).v_head_dim = 40; }, Code::kCorrupt,
        Reason::kChecksum},
       {"pages of 64 tokens", [](Bytes& b) { HeaderIn(b).page_tokens = 64; }, Code::kIncompatible, Reason::kVersion},
-      {"page table at 136", [](Bytes& b) { HeaderIn(b).table_offset = 136; }, Code::kCorrupt, Reason::kChecksum},
+      {"page table at 200", [](Bytes& b) { HeaderIn(b).table_offset = 200; }, Code::kCorrupt, Reason::kChecksum},
       {"pages at 4160", [](Bytes& b) { HeaderIn(b).data_offset = 4160; }, Code::kCorrupt, Reason::kChecksum},
       {"pages at 0", [](Bytes& b) { HeaderIn(b).data_offset = 0; }, Code::kCorrupt, Reason::kChecksum},
       {"pages at 16384", [](Bytes& b) { HeaderIn(b).data_offset = 16384; }, Code::kCorrupt, Reason::kChecksum},
       {"8192 bytes by its header, 12288 found", [](Bytes& b) { HeaderIn(b).file_bytes = 8192; }, Code::kCorrupt,
        Reason::kChecksum},
-      {"rotated", [](Bytes& b) { HeaderIn(b).rotation_seed = 1; }, Code::kIncompatible, Reason::kCodecUnsupported},
-      {"reserved", [](Bytes& b) { HeaderIn(b).reserved[31] = 1; }, Code::kIncompatible, Reason::kVersion},
+      {"rotated with seed 0x1, expected 0x0", [](Bytes& b) { HeaderIn(b).rotation_seed = 1; }, Code::kIncompatible,
+       Reason::kCodecUnsupported},
+      {"reserved", [](Bytes& b) { HeaderIn(b).reserved[55] = 1; }, Code::kIncompatible, Reason::kVersion},
+      {"0 bytes of constants at 256", [](Bytes& b) { HeaderIn(b).constants_offset = 256; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"0 bytes of constants at 0", [](Bytes& b) { HeaderIn(b).constants_checksum = 1; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"64 bytes of constants, expected 192",
+       [](Bytes& b) { HeaderIn(b).constants_offset = 256, HeaderIn(b).constants_bytes = 64; }, Code::kCorrupt,
+       Reason::kChecksum},
       {"page 1 has codecs 200 and 1", [](Bytes& b) { EntryIn(b, 1).k_codec = 200; }, Code::kIncompatible,
        Reason::kCodecUnsupported},
       {"page 0 has codecs 1 and 0", [](Bytes& b) { EntryIn(b, 0).v_codec = 0; }, Code::kIncompatible,
        Reason::kCodecUnsupported},
+      {"page 0 has codecs 13 and 1", [](Bytes& b) { EntryIn(b, 0).k_codec = 13; }, Code::kCorrupt, Reason::kChecksum},
+      {"page 0 has codecs 8 and 13", [](Bytes& b) { EntryIn(b, 0).k_codec = 8, EntryIn(b, 0).v_codec = 13; },
+       Code::kCorrupt, Reason::kChecksum},
       {"page 0 has 0 tokens", [](Bytes& b) { EntryIn(b, 0).tokens = 0; }, Code::kCorrupt, Reason::kChecksum},
       {"page 1 has 33 tokens", [](Bytes& b) { EntryIn(b, 1).tokens = 33; }, Code::kCorrupt, Reason::kChecksum},
       {"positions below", [](Bytes& b) { EntryIn(b, 1).first_position = 0xfffffff0; }, Code::kCorrupt,
@@ -174,6 +186,104 @@ TEST(Segment, RefusesEveryFieldThatDoesNotFitAndSaysWhy) {
   }
 }
 
+// ---- constants ----
+
+// Two rotated pages of kSmall: constants of 192 bytes at 256, behind the table.
+Bytes RotatedSegmentBytes() {
+  return BytesOf(*SegmentWithPages(kSmall, kRotatedPair, 2));
+}
+
+void FixConstantsChecksum(Bytes& bytes) {
+  HeaderIn(bytes).constants_checksum = XXH3_64bits(bytes.data() + 256, 192);
+  FixHeaderChecksum(bytes, 2);
+}
+
+TEST(Segment, EveryBitFlipInTheConstantsIsAnError) {
+  const Bytes valid = RotatedSegmentBytes();
+  ASSERT_EQ(HeaderIn(const_cast<Bytes&>(valid)).constants_offset, 256u);
+  ASSERT_EQ(HeaderIn(const_cast<Bytes&>(valid)).constants_bytes, 192u);
+  ASSERT_TRUE(OpenSealed(valid));
+  for (size_t bit = 256 * 8; bit < (256 + 192) * 8; ++bit) {
+    Bytes bytes = valid;
+    bytes[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+    const auto opened = OpenSealed(bytes);
+    ASSERT_FALSE(opened) << bit;
+    EXPECT_EQ(opened.error().code, Code::kCorrupt);
+    EXPECT_THAT(opened.error().message, HasSubstr("constants have checksum"));
+  }
+}
+
+TEST(Segment, ConstantsThatAreNotFiniteAreRefusedUnderAForgedChecksum) {
+  for (const uint16_t half : {0x7c00, 0xfc00, 0x7e00, 0xffff}) {
+    Bytes bytes = RotatedSegmentBytes();
+    std::memcpy(&bytes[256 + 2 * 95], &half, 2);
+    FixConstantsChecksum(bytes);
+    const auto opened = OpenSealed(bytes);
+    ASSERT_FALSE(opened) << half;
+    EXPECT_THAT(opened.error().message, HasSubstr("constant 95 is not finite"));
+  }
+}
+
+TEST(Segment, RefusesConstantsThatDoNotFitThePages) {
+  const Damage damages[] = {
+      {"rotated with seed 0x0, expected 0x6572616853564b51", [](Bytes& b) { HeaderIn(b).rotation_seed = 0; },
+       Code::kIncompatible, Reason::kCodecUnsupported},
+      {"rotated with seed 0x1,", [](Bytes& b) { HeaderIn(b).rotation_seed = 1; }, Code::kIncompatible,
+       Reason::kCodecUnsupported},
+      {"0 bytes of constants, expected 192",
+       [](Bytes& b) {
+         HeaderIn(b).constants_offset = HeaderIn(b).constants_bytes = HeaderIn(b).constants_checksum = 0;
+       },
+       Code::kCorrupt, Reason::kChecksum},
+      {"128 bytes of constants, expected 192", [](Bytes& b) { HeaderIn(b).constants_bytes = 128; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"192 bytes of constants at 0", [](Bytes& b) { HeaderIn(b).constants_offset = 0; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"192 bytes of constants at 192", [](Bytes& b) { HeaderIn(b).constants_offset = 192; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"192 bytes of constants at 272", [](Bytes& b) { HeaderIn(b).constants_offset = 272; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"192 bytes of constants at 4032", [](Bytes& b) { HeaderIn(b).constants_offset = 4032; }, Code::kCorrupt,
+       Reason::kChecksum},  // reaches into the pages
+      {"192 bytes of constants at 18446744073709551552", [](Bytes& b) { HeaderIn(b).constants_offset = ~uint64_t{63}; },
+       Code::kCorrupt, Reason::kChecksum},
+      {"18446744073709551615 bytes of constants", [](Bytes& b) { HeaderIn(b).constants_bytes = ~uint64_t{0}; },
+       Code::kCorrupt, Reason::kChecksum},
+  };
+  for (const Damage& damage : damages) {
+    Bytes bytes = RotatedSegmentBytes();
+    damage.apply(bytes);
+    FixHeaderChecksum(bytes, 2);
+    const auto opened = OpenSealed(bytes);
+    ASSERT_FALSE(opened) << damage.what;
+    EXPECT_THAT(opened.error().message, HasSubstr(damage.what));
+    EXPECT_EQ(opened.error().code, damage.code) << opened.error().message;
+    EXPECT_EQ(opened.error().reason, damage.reason) << opened.error().message;
+  }
+}
+
+TEST(Segment, EveryBitFlipInARotatedHeadUnderAForgedChecksumIsRefusedOrHarmless) {
+  const Bytes valid = RotatedSegmentBytes();
+  for (size_t bit = 0; bit < kHeadOfTwoPages * 8; ++bit) {
+    Bytes bytes = valid;
+    bytes[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+    FixHeaderChecksum(bytes, 2);
+    if (const auto opened = OpenSealed(bytes)) {
+      ExpectUsable(**opened);
+      ASSERT_NE((*opened)->constants(), nullptr);
+      ASSERT_LE((*opened)->header().constants_offset + 192, (*opened)->header().data_offset);
+    }
+  }
+}
+
+TEST(Segment, TheDigestFollowsTheConstants) {
+  Bytes bytes = RotatedSegmentBytes();
+  const std::string digest = Take(OpenSealed(bytes))->digest();
+  bytes[256] ^= std::byte{1};
+  FixConstantsChecksum(bytes);
+  EXPECT_NE(Take(OpenSealed(bytes))->digest(), digest);
+}
+
 TEST(Segment, RefusesPageCountsThatDoNotFitTheFile) {
   for (const uint32_t n_pages : {0u, 1000u, kMaxPagesPerSegment, kMaxPagesPerSegment + 1, 0xffffffffu}) {
     Bytes bytes = SmallSegmentBytes();
@@ -184,7 +294,7 @@ TEST(Segment, RefusesPageCountsThatDoNotFitTheFile) {
   }
   // As many entries as the room before the pages holds, but overlapping the pages' range by one.
   Bytes bytes = SmallSegmentBytes();
-  HeaderIn(bytes).n_pages = (4096 - 128) / 32 + 1;
+  HeaderIn(bytes).n_pages = (4096 - 192) / 32 + 1;
   FixHeaderChecksum(bytes, HeaderIn(bytes).n_pages);
   const auto opened = OpenSealed(bytes);
   ASSERT_FALSE(opened);
@@ -195,7 +305,7 @@ TEST(Segment, AHeaderOfTheOtherByteOrderIsNamedAsSuch) {
   Bytes bytes = SmallSegmentBytes();
   for (size_t at = 8; at < 40; at += 4) std::reverse(&bytes[at], &bytes[at + 4]);
   for (size_t at = 40; at < 72; at += 8) std::reverse(&bytes[at], &bytes[at + 8]);
-  std::reverse(&bytes[120], &bytes[128]);
+  for (const size_t at : {104, 112, 120, 184}) std::reverse(&bytes[at], &bytes[at + 8]);
   const auto opened = OpenSealed(bytes);
   ASSERT_FALSE(opened);
   EXPECT_EQ(opened.error().code, Code::kIncompatible);

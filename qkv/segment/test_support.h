@@ -26,6 +26,7 @@ using Bytes = std::vector<std::byte>;
 inline constexpr Geometry kSmall{.n_layers = 1, .n_kv_heads = 1, .head_dim = 32};
 inline constexpr CodecPair kF16Pair{CodecId::kF16, CodecId::kF16};
 inline constexpr CodecPair kI8Pair{CodecId::kI8, CodecId::kI8};
+inline constexpr CodecPair kRotatedPair{CodecId::k4, CodecId::k3};
 inline constexpr std::array<uint8_t, 16> kModelDigest = {0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77,
                                                          0x88, 0x99, 0xaa, 0xbb, 0xcc, 0xdd, 0xee, 0xff};
 
@@ -38,6 +39,13 @@ inline void FillWithPattern(std::byte* page, size_t bytes, size_t index) {
   for (size_t i = 0; i < bytes; ++i) page[i] = PatternByte(index, i);
 }
 
+// A different finite value at every place.
+inline SegmentConstants SomeConstants(const Geometry& geometry) {
+  SegmentConstants constants(geometry);
+  for (size_t i = 0; i < constants.halves.size(); ++i) constants.halves[i] = static_cast<uint16_t>(0x3000 + i % 0x4000);
+  return constants;
+}
+
 template <class T>
 T Take(Result<T> result) {
   if (!result) {
@@ -47,10 +55,12 @@ T Take(Result<T> result) {
   return *std::move(result);
 }
 
-// `n_pages` full pages of patterns from position 0 on.
+// `n_pages` full pages of patterns from position 0 on; with SomeConstants where the codecs need them.
 inline std::unique_ptr<SegmentWriter> WriterWithPages(const Geometry& geometry, CodecPair codecs, size_t n_pages) {
   const size_t bytes = PageLayout(geometry, codecs).bytes;
-  auto writer = Take(SegmentWriter::Create(geometry, bytes * n_pages, kModelDigest));
+  const SegmentConstants constants = SomeConstants(geometry);
+  auto writer = Take(
+      SegmentWriter::Create(geometry, bytes * n_pages, kModelDigest, NeedsConstants(codecs) ? &constants : nullptr));
   for (size_t i = 0; i < n_pages; ++i) {
     Take(writer->Append(codecs, kPageTokens, static_cast<uint32_t>(i * kPageTokens),
                         [&](std::byte* page) { FillWithPattern(page, bytes, i); }));

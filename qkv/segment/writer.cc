@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "qkv/base/kill_point.h"
+#include "qkv/codec/frame.h"
 
 namespace qkv {
 namespace {
@@ -39,7 +40,7 @@ Status WriteAt(const Fd& fd, uint64_t offset, std::span<const std::byte> bytes) 
   while (!bytes.empty()) {
     const ssize_t n = ::pwrite(fd.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return ErrnoError("segment: write header and page table");
+    if (n <= 0) return ErrnoError("segment: write header, page table or constants");
     bytes = bytes.subspan(static_cast<size_t>(n));
     offset += static_cast<uint64_t>(n);
   }
@@ -53,11 +54,24 @@ Status Truncate(const Fd& fd, uint64_t bytes) {
   return {};
 }
 
+Status CheckConstants(const SegmentConstants& constants, const Geometry& geometry) {
+  const size_t expected = ConstantsLayout(geometry).bytes / sizeof(uint16_t);
+  if (constants.halves.size() != expected) {
+    return Err(Code::kInvalidArgument, "segment: {} constants, expected {}", constants.halves.size(), expected);
+  }
+  if (std::ranges::any_of(constants.halves, [](uint16_t half) { return (half & 0x7c00) == 0x7c00; })) {
+    return Err(Code::kInvalidArgument, "segment: a constant is not finite");
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<std::unique_ptr<SegmentWriter>> SegmentWriter::Create(const Geometry& geometry, uint64_t capacity_bytes,
-                                                             const std::array<uint8_t, 16>& model_digest) {
+                                                             const std::array<uint8_t, 16>& model_digest,
+                                                             const SegmentConstants* constants) {
   QKV_RETURN_IF_ERROR(ValidateGeometry(geometry));
+  if (constants != nullptr) QKV_RETURN_IF_ERROR(CheckConstants(*constants, geometry));
   const uint64_t smallest = SmallestPageBytes(geometry);
   if (capacity_bytes < smallest || capacity_bytes > kMaxSegmentBytes) {
     return Err(Code::kInvalidArgument, "segment: capacity of {} bytes, expected {} (one page) to {}", capacity_bytes,
@@ -69,7 +83,15 @@ Result<std::unique_ptr<SegmentWriter>> SegmentWriter::Create(const Geometry& geo
   writer->max_pages_ = std::min<uint64_t>(capacity_bytes / smallest, kMaxPagesPerSegment);
   writer->table_.reserve(writer->max_pages_);
   const uint64_t head_bytes = sizeof(SegmentHeader) + writer->max_pages_ * sizeof(PageEntry);
-  writer->data_offset_ = (head_bytes + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
+  uint64_t end = head_bytes;
+  if (constants != nullptr) {
+    writer->constants_offset_ = (head_bytes + 63) / 64 * 64;
+    writer->constants_bytes_ = constants->halves.size() * sizeof(uint16_t);
+    writer->constants_checksum_ = XXH3_64bits(constants->halves.data(), writer->constants_bytes_);
+    writer->calibration_digest_ = constants->calibration_digest;
+    end = writer->constants_offset_ + writer->constants_bytes_;
+  }
+  writer->data_offset_ = (end + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
   writer->next_offset_ = writer->data_offset_;
   writer->file_bytes_ = std::min(writer->data_offset_ + capacity_bytes, kMaxSegmentBytes);
 
@@ -78,6 +100,9 @@ Result<std::unique_ptr<SegmentWriter>> SegmentWriter::Create(const Geometry& geo
   QKV_ASSIGN_OR_RETURN(writer->read_only_fd_, writer->fd_.ReopenReadOnly());
   QKV_ASSIGN_OR_RETURN(writer->mapping_,
                        Mapping::Map(writer->read_only_fd_, Mapping::Access::kReadOnly, 0, writer->file_bytes_));
+  if (constants != nullptr) {
+    QKV_RETURN_IF_ERROR(WriteAt(writer->fd_, writer->constants_offset_, std::as_bytes(std::span(constants->halves))));
+  }
   return writer;
 }
 
@@ -93,6 +118,12 @@ Result<size_t> SegmentWriter::Append(CodecPair codecs, int tokens, uint32_t firs
   if (first_position > kMaxPosition - static_cast<uint32_t>(tokens)) {
     return Err(Code::kInvalidArgument, "segment: page at position {}, expected positions below {}", first_position,
                kMaxPosition);
+  }
+  if ((codecs.k == CodecId::kRefine4) != (codecs.v == CodecId::kRefine4)) {
+    return Err(Code::kInvalidArgument, "segment: a page with a refinement on one side only");
+  }
+  if (NeedsConstants(codecs) && constants_bytes_ == 0) {
+    return Err(Code::kInvalidArgument, "segment: a page in codecs {}, but no constants", ToString(codecs));
   }
   const size_t bytes = PageLayout(geometry_, codecs).bytes;
   if (!Fits(codecs)) {
@@ -121,6 +152,7 @@ Result<size_t> SegmentWriter::Append(CodecPair codecs, int tokens, uint32_t firs
   entry.bytes = bytes;
   entry.checksum = XXH3_64bits(page, bytes);
   table_.push_back(entry);
+  rotated_ |= IsRotated(codecs);
   next_offset_ += bytes;
   return table_.size() - 1;
 }
@@ -140,7 +172,12 @@ Result<std::shared_ptr<const Segment>> SegmentWriter::Seal(std::unique_ptr<Segme
   header.table_offset = sizeof(SegmentHeader);
   header.data_offset = writer->data_offset_;
   header.file_bytes = writer->next_offset_;
+  header.rotation_seed = writer->rotated_ ? kRotationSeed : 0;
   header.model_digest = writer->model_digest_;
+  header.calibration_digest = writer->calibration_digest_;
+  header.constants_offset = writer->constants_offset_;
+  header.constants_bytes = writer->constants_bytes_;
+  header.constants_checksum = writer->constants_checksum_;
   header.header_checksum = HeaderChecksum(header, writer->table_);
 
   QKV_RETURN_IF_ERROR(WriteAt(writer->fd_, 0, HeadBytes(header, writer->table_)));

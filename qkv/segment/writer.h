@@ -20,18 +20,21 @@ namespace qkv {
 
 class SegmentWriter {
  public:
-  // capacity_bytes: room for the pages; the file, header and page table included, never exceeds kMaxSegmentBytes.
-  // Memory is taken only as pages are written. `model_digest` goes into the header. Room for the page table is made for
-  // the smallest pages possible. Errors: kInvalidArgument (geometry, or not one page fits), kExhausted.
+  // capacity_bytes: room for the pages; the file, header, page table and constants included, never exceeds
+  // kMaxSegmentBytes. Memory is taken only as pages are written. `model_digest` goes into the header. Room for the page
+  // table is made for the smallest pages possible. `constants` are copied; without them pages that need some are refused.
+  // Errors: kInvalidArgument (geometry, or not one page fits, or constants of another geometry or not finite),
+  // kExhausted.
   static Result<std::unique_ptr<SegmentWriter>> Create(const Geometry& geometry, uint64_t capacity_bytes,
-                                                       const std::array<uint8_t, 16>& model_digest);
+                                                       const std::array<uint8_t, 16>& model_digest,
+                                                       const SegmentConstants* constants = nullptr);
 
   bool Fits(CodecPair codecs) const;  // one more page
 
   // `fill` writes the page, PageLayout::bytes that are zero before. Returns the page's index. The checksum is taken and
   // the writable window unmapped before this returns. After an error the writer is as it was. Errors:
   // kExhausted/pool_full when the page does not fit or the system has no memory left, kInvalidArgument for tokens
-  // outside 1..32 or positions from kMaxPosition on.
+  // outside 1..32, positions from kMaxPosition on, a refinement on one side only, or constants that are missing.
   Result<size_t> Append(CodecPair codecs, int tokens, uint32_t first_position,
                         const std::function<void(std::byte* page)>& fill);
 
@@ -39,6 +42,8 @@ class SegmentWriter {
   uint64_t bytes() const { return next_offset_; }  // what the segment would take if sealed now
   // The table never moves: room for all its entries is made at the start, so Append does not disturb this.
   const std::byte* page(size_t index) const { return mapping_.data() + table_.data()[index].offset; }
+
+  const std::byte* constants() const { return constants_bytes_ == 0 ? nullptr : mapping_.data() + constants_offset_; }
 
   // Writes header and page table, trims the file, seals it. The returned segment keeps the writer's mapping, so that
   // page addresses stay as they were; its pages count as verified. Its descriptor is read-only; the writable one is
@@ -53,6 +58,11 @@ class SegmentWriter {
   Mapping mapping_;  // read-only, whole capacity
   Geometry geometry_;
   std::array<uint8_t, 16> model_digest_{};
+  std::array<uint8_t, 16> calibration_digest_{};
+  uint64_t constants_offset_ = 0;
+  uint64_t constants_bytes_ = 0;
+  uint64_t constants_checksum_ = 0;
+  bool rotated_ = false;      // any page so far
   uint64_t data_offset_ = 0;  // of the first page
   uint64_t next_offset_ = 0;  // of the next page
   uint64_t file_bytes_ = 0;   // until it is trimmed

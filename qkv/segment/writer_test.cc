@@ -246,6 +246,56 @@ TEST(SegmentWriter, RefusesUnusableArguments) {
   EXPECT_EQ(code(SegmentWriter::Seal(std::move(writer))), Code::kInvalidArgument);  // no page yet
 }
 
+TEST(SegmentWriter, CarriesConstantsThatOpenReadsBackAndKeepsTheirAddress) {
+  const Geometry geometry{.n_layers = 3, .n_kv_heads = 2, .head_dim = 80};
+  SegmentConstants constants = SomeConstants(geometry);
+  constants.calibration_digest = {1, 2, 3};
+  const CodecPair pairs[] = {
+      kRotatedPair, {CodecId::k8, CodecId::kF16}, {CodecId::kRefine4, CodecId::kRefine4}, kI8Pair};
+  auto writer = Take(SegmentWriter::Create(geometry, 1 << 20, kModelDigest, &constants));
+  for (const CodecPair pair : pairs) Take(writer->Append(pair, 32, 0, [](std::byte*) {}));
+  const std::byte* const while_open = writer->constants();
+  const auto sealed = Take(SegmentWriter::Seal(std::move(writer)));
+  EXPECT_EQ(sealed->constants(), while_open);
+
+  const auto segment = Take(Segment::Open(Take(sealed->fd().Duplicate())));
+  EXPECT_EQ(segment->header().rotation_seed, 0x6572616853564b51u);
+  EXPECT_EQ(segment->header().calibration_digest, constants.calibration_digest);
+  EXPECT_EQ(segment->header().constants_bytes, 2880u);  // 3 layers x 2 heads x 3 vectors x 80 halves
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(segment->constants()) % 64, 0u);
+  EXPECT_EQ(std::memcmp(segment->constants(), constants.halves.data(), 2880), 0);
+  for (size_t i = 0; i < std::size(pairs); ++i) EXPECT_EQ(segment->codecs(i), pairs[i]);
+}
+
+TEST(SegmentWriter, HasNeitherSeedNorConstantsForPlainPages) {
+  const auto segment = SegmentWithPages(kSmall, kI8Pair, 1);
+  EXPECT_EQ(segment->constants(), nullptr);
+  EXPECT_EQ(segment->header().rotation_seed, 0u);
+  EXPECT_EQ(segment->header().constants_offset, 0u);
+}
+
+TEST(SegmentWriter, ARefinementSegmentNeedsNoConstants) {
+  const auto segment = SegmentWithPages(kSmall, {CodecId::kRefine4, CodecId::kRefine4}, 2);
+  const auto opened = Take(Segment::Open(Take(segment->fd().Duplicate())));
+  EXPECT_EQ(opened->constants(), nullptr);
+  EXPECT_NE(opened->header().rotation_seed, 0u);
+}
+
+TEST(SegmentWriter, RefusesRotatedPagesWithoutConstantsAndConstantsThatDoNotFit) {
+  const auto code = [](const auto& result) { return result ? Code::kInternal : result.error().code; };
+  auto writer = Take(SegmentWriter::Create(kSmall, 1 << 16, kModelDigest));
+  EXPECT_EQ(code(writer->Append(kRotatedPair, 32, 0, [](std::byte*) {})), Code::kInvalidArgument);
+  EXPECT_EQ(code(writer->Append({CodecId::kF16, CodecId::k4}, 32, 0, [](std::byte*) {})), Code::kInvalidArgument);
+  EXPECT_EQ(code(writer->Append({CodecId::kRefine4, CodecId::kF16}, 32, 0, [](std::byte*) {})), Code::kInvalidArgument);
+  EXPECT_EQ(writer->n_pages(), 0u);
+
+  const SegmentConstants other = SomeConstants({1, 1, 64});
+  EXPECT_EQ(code(SegmentWriter::Create(kSmall, 1 << 16, kModelDigest, &other)), Code::kInvalidArgument);
+  SegmentConstants infinite = SomeConstants(kSmall);
+  infinite.halves[95] = 0xfc00;
+  EXPECT_EQ(code(SegmentWriter::Create(kSmall, 1 << 16, kModelDigest, &infinite)), Code::kInvalidArgument);
+}
+
 TEST(SegmentWriter, NeverMakesAFileBeyondTheLimitThatReadersSet) {
   auto writer = Take(SegmentWriter::Create(kSmall, kMaxSegmentBytes, kModelDigest));
   const std::vector<Fd> own = WritableSegmentDescriptors();
@@ -258,7 +308,7 @@ TEST(SegmentWriter, WritesThousandsOfPages) {
   const auto sealed = SegmentWithPages(kSmall, kI8Pair, kPages);
   const auto segment = Take(Segment::Open(Take(sealed->fd().Duplicate())));
   ASSERT_EQ(segment->pages().size(), kPages);
-  EXPECT_EQ(segment->header().data_offset, 98304u);  // 128 + 3000 * 32, up to the next multiple of 4096
+  EXPECT_EQ(segment->header().data_offset, 98304u);  // 192 + 3000 * 32, up to the next multiple of 4096
   EXPECT_TRUE(segment->Verify(0, kPages, 4));
   ExpectPattern(segment->page(kPages - 1), kSmallPage, kPages - 1);
 }
