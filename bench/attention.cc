@@ -1,13 +1,15 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Attention of one decoded token, and of prefill, over 8192 tokens of each codec, in the shape of SmolLM2-135M, on one
+// Attention of one decoded token, and of prefill, over 8192 tokens of each codec, in the shape of SmolLM2-135M (30 layers, 3
+// query heads per KV head of 64 channels) and in that of 4 of the 32 layers of Llama-2-7B (1 per head, of 128), on one
 // thread; and, in the same run, what this core can do at most (the machine drifts, so compare within a run).
 //
 //   bench/attention --benchmark_repetitions=5 --benchmark_report_aggregates_only=true
 //
 // per_token: all layers. GB/s: bytes of blocks, each counted once. GFLOP/s: 4 * keys * head_dim per query head,
-// whatever the kernel multiplies (the integer kernels may exceed the fp32 peak). of_read, of_fma: share of the limits, which
+// whatever the kernel multiplies (the integer kernels may exceed the fp32 peak). refined: share of the keys that were read
+// again from their refinement plane (tau 0.01; it is not in GB/s). of_read, of_fma: share of the limits, which
 // are measured first (if the filter lets them). Rates are per CPU time of this thread.
 
 #include <benchmark/benchmark.h>
@@ -76,35 +78,73 @@ HWY_EXPORT(ReadStream);
 namespace {
 
 constexpr int kKeys = 8192;
-constexpr Geometry kGeometry{30, 3, 64};
-constexpr AttentionShape kShape{9, 3, 64, 0.125f};
 
-// A context of that codec, allocated page by page as a real one; contents repeat, addresses do not.
-struct Context {
-  explicit Context(CodecPair codecs) : layout(kGeometry, codecs) {
-    std::mt19937 random(1);
-    std::normal_distribution<float> normal;
-    std::vector<float> rows(kPageTokens * 64);
-    bytes = hwy::AllocateAligned<std::byte>(layout.bytes * (kKeys / kPageTokens));
-    for (int head = 0; head < kGeometry.n_kv_heads; ++head) {
-      for (Side side : {Side::kK, Side::kV}) {
-        for (float& value : rows) value = normal(random);
-        CodecOf(side == Side::kK ? codecs.k : codecs.v)
-            .encode(side, rows.data(), kPageTokens, 64, bytes.get() + layout.BlockOffset(side, 0, head));
+struct Shape {
+  Geometry geometry;
+  AttentionShape attention;
+  int model_layers;
+  float query_spread;  // such that about a tenth of the keys is within 4.6 of the largest score
+};
+constexpr Shape kSmall{{30, 3, 64}, {9, 3, 64, 0.125f}, 30, 3.3f};
+constexpr Shape k7b{{4, 32, 128}, {32, 32, 128, 0.088388346f}, 32, 2.4f};
+
+// A context of that codec, allocated page by page as a real one; contents repeat after kDistinctPages and in each layer,
+// addresses do not.
+class Context {
+ public:
+  Context(const Shape& shape, CodecPair codecs) : layout(shape.geometry, codecs), geometry_(shape.geometry) {
+    constants_.resize(ConstantOffset(geometry_, geometry_.n_layers, 0, Constant::kMeanK));
+    bytes_ = Pages(codecs, layout);
+    if (codecs.refine) {
+      constexpr CodecPair kRefinement{CodecId::kRefine4, CodecId::kRefine4};
+      refinement_ = Pages(kRefinement, PageLayout(geometry_, kRefinement));
+    }
+    const bool rotated = CodecOf(codecs.k).rotated;
+    for (size_t page = 0; page < kPages; ++page) {
+      PageRef ref{bytes_.get() + page * layout.bytes, codecs, kPageTokens};
+      if (rotated) ref.constants = constants_.data();
+      ref.exact_first = rotated && page == 0;
+      if (codecs.refine) {
+        ref.refinement = refinement_.get() + page * PageLayout(geometry_, {CodecId::kRefine4, CodecId::kRefine4}).bytes;
       }
-    }
-    for (size_t layer = 1; layer < 30; ++layer) {
-      std::memcpy(bytes.get() + layer * layout.layer_stride, bytes.get(), layout.layer_stride);
-    }
-    for (size_t page = 0; page < kKeys / kPageTokens; ++page) {
-      if (page > 0) std::memcpy(bytes.get() + page * layout.bytes, bytes.get(), layout.layer_stride * 30);
-      pages.push_back({bytes.get() + page * layout.bytes, codecs, kPageTokens});
+      pages.push_back(ref);
     }
   }
 
   PageLayout layout;
-  hwy::AlignedFreeUniquePtr<std::byte[]> bytes;
   std::vector<PageRef> pages;
+
+ private:
+  static constexpr size_t kPages = kKeys / kPageTokens, kDistinctPages = 32;
+
+  hwy::AlignedFreeUniquePtr<std::byte[]> Pages(CodecPair codecs, const PageLayout& of) const {
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal;
+    std::vector<float> rows(kPageTokens * static_cast<size_t>(geometry_.head_dim));
+    auto bytes = hwy::AllocateAligned<std::byte>(of.bytes * kPages);
+    for (size_t page = 0; page < kPages; ++page) {
+      std::byte* to = bytes.get() + page * of.bytes;
+      if (page >= kDistinctPages) {
+        std::memcpy(to, to - kDistinctPages * of.bytes, of.bytes);
+        continue;
+      }
+      for (int head = 0; head < geometry_.n_kv_heads; ++head) {
+        for (Side side : {Side::kK, Side::kV}) {
+          for (float& value : rows) value = normal(random) * (codecs.k == CodecId::kRefine4 ? 0.1f : 1.0f);
+          CodecOf(side == Side::kK ? codecs.k : codecs.v)
+              .encode(side, rows.data(), kPageTokens, geometry_.head_dim, to + of.BlockOffset(side, 0, head));
+        }
+      }
+      for (size_t layer = 1; layer < static_cast<size_t>(geometry_.n_layers); ++layer) {
+        std::memcpy(to + layer * of.layer_stride, to, of.layer_stride);
+      }
+    }
+    return bytes;
+  }
+
+  Geometry geometry_;
+  std::vector<std::byte> constants_;
+  hwy::AlignedFreeUniquePtr<std::byte[]> bytes_, refinement_;
 };
 
 // Of this core, measured before anything else; 0: not measured.
@@ -112,22 +152,25 @@ double g_fma_flops = 0;
 double g_read_bytes = 0;
 
 // n_queries new tokens at the end of the context, through the first n_layers layers.
-void BM_Attention(benchmark::State& state, CodecPair codecs, int n_queries, int n_layers) {
-  const Context context(codecs);
+void BM_Attention(benchmark::State& state, const Shape& shape, CodecPair codecs, int n_queries, int n_layers) {
+  const Context context(shape, codecs);
+  const AttentionShape& of = shape.attention;
   std::mt19937 random(2);
-  std::normal_distribution<float> normal;
-  std::vector<float> q(static_cast<size_t>(n_queries * kShape.n_heads * kShape.head_dim)), out(q.size());
+  std::normal_distribution<float> normal(0, shape.query_spread);
+  std::vector<float> q(static_cast<size_t>(n_queries * of.n_heads * of.head_dim)), out(q.size());
   for (float& value : q) value = normal(random);
-  const AttentionPlan sizes(kShape, n_queries, context.pages);
+  const float threshold = codecs.refine ? std::log(100.0f) : -1;
+  const AttentionPlan sizes(of, n_queries, context.pages, nullptr, threshold);
   auto scratch = hwy::AllocateAligned<std::byte>(sizes.scratch_bytes());
   std::vector<float> partials(sizes.partial_floats());
+  KeyCounts counts;
 
   for (auto _ : state) {
-    const AttentionPlan plan(kShape, n_queries, context.pages);
+    const AttentionPlan plan(of, n_queries, context.pages, nullptr, threshold);
     for (int layer = 0; layer < n_layers; ++layer) {
       for (int item = 0; item < plan.n_attend_items(); ++item) {
-        Attend(plan, context.pages, kGeometry.n_layers, layer, q.data(), item, scratch.get(), partials.data(),
-               out.data());
+        Attend(plan, context.pages, shape.geometry.n_layers, layer, q.data(), item, scratch.get(), partials.data(),
+               out.data(), &counts);
       }
       for (int item = 0; item < plan.n_merge_items(); ++item) Merge(plan, partials.data(), item, out.data());
     }
@@ -136,15 +179,17 @@ void BM_Attention(benchmark::State& state, CodecPair codecs, int n_queries, int 
   const double steps = static_cast<double>(state.iterations());
   const double keys = kKeys - (n_queries - 1) / 2.0;  // that the average query sees
   using benchmark::Counter;
-  const double tokens = steps * n_queries * n_layers / kGeometry.n_layers;
+  const double tokens = steps * n_queries * n_layers / shape.model_layers;
   state.counters["per_token"] = Counter(tokens, Counter::kIsRate | Counter::kInvert);
   const double bytes =
       steps * n_layers * static_cast<double>(context.layout.layer_stride) * static_cast<double>(context.pages.size());
-  const double flops = steps * n_layers * n_queries * kShape.n_heads * 4.0 * keys * kShape.head_dim;
+  const double flops = steps * n_layers * n_queries * of.n_heads * 4.0 * keys * of.head_dim;
   state.counters["GB/s"] = Counter(bytes * 1e-9, Counter::kIsRate);
   state.counters["GFLOP/s"] = Counter(flops * 1e-9, Counter::kIsRate);
   if (g_read_bytes > 0) state.counters["of_read"] = Counter(bytes / g_read_bytes, Counter::kIsRate);
   if (g_fma_flops > 0) state.counters["of_fma"] = Counter(flops / g_fma_flops, Counter::kIsRate);
+  if (counts.seen > 0)
+    state.counters["refined"] = static_cast<double>(counts.refined) / static_cast<double>(counts.seen);
 }
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
@@ -176,16 +221,31 @@ void Register() {
   using enum CodecId;
   benchmark::RegisterBenchmark("limit/fma", BM_LimitFma)->Unit(benchmark::kMillisecond);
   benchmark::RegisterBenchmark("limit/read", BM_LimitRead)->Unit(benchmark::kMillisecond);
-  const CodecPair pairs[] = {
-      {kF16, kF16}, {kI8, kI8}, {kI8, kI4}, {kI4, kI4}, {kI4Z, kI4Z}, {kI8Channel, kI8Channel}, {kI8Tensor, kI8Tensor}};
-  for (const CodecPair pair : pairs) {
-    benchmark::RegisterBenchmark(("decode/" + ToString(pair)).c_str(), BM_Attention, pair, 1, 30)
-        ->Unit(benchmark::kMillisecond);
-  }
-  for (const CodecPair pair : pairs) {
-    benchmark::RegisterBenchmark(("prefill/" + ToString(pair)).c_str(), BM_Attention, pair, 128, 3)
-        ->Unit(benchmark::kMillisecond);
-  }
+  const CodecPair pairs[] = {{kF16, kF16},
+                             {kI8, kI8},
+                             {kI8, kI4},
+                             {kI4, kI4},
+                             {kI4Z, kI4Z},
+                             {kI8Channel, kI8Channel},
+                             {kI8Tensor, kI8Tensor},
+                             {k8, k8},
+                             {k7, k7},
+                             {k6, k6},
+                             {k5, k5},
+                             {k4, k4},
+                             {k3, k3},
+                             {k4, k4, /*refine=*/true},
+                             {k4, k3, /*refine=*/true}};
+  const auto add = [&](const char* name, const Shape& shape, int n_queries, int n_layers) {
+    for (const CodecPair pair : pairs) {
+      benchmark::RegisterBenchmark((name + ToString(pair)).c_str(), BM_Attention, shape, pair, n_queries, n_layers)
+          ->Unit(benchmark::kMillisecond);
+    }
+  };
+  add("decode/", kSmall, 1, 30);
+  add("prefill/", kSmall, 128, 3);
+  add("decode-7b/", k7b, 1, 4);
+  add("prefill-7b/", k7b, 64, 1);
 }
 
 }  // namespace

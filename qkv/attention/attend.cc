@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <numbers>
@@ -20,8 +21,11 @@
 #include "hwy/highway.h"
 
 #include "qkv/attention/panels-inl.h"
+#include "qkv/attention/queries-inl.h"
+#include "qkv/attention/refine-inl.h"
 #if HWY_TARGET != HWY_SCALAR
-#include "qkv/attention/i4_quads-inl.h"
+#include "qkv/attention/bytes-inl.h"
+#include "qkv/attention/expand-inl.h"
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -38,6 +42,10 @@ struct PageBlocks {
   int tokens = 0;
   int position_offset = 0;
   bool hide_first = false;
+  bool exact_first = false;
+  const std::byte* constants = nullptr;  // three vectors of [head_dim] halves, as Constant counts them
+  const std::byte* k_refinement = nullptr;
+  const std::byte* v_refinement = nullptr;
 };
 
 constexpr size_t kPagesAhead = 2;
@@ -55,52 +63,66 @@ class ItemRun {
         rows_(static_cast<size_t>(item_.n_queries * plan.group())),
         few_(plan.tile_rows() <= kFewRows),
         blocks_(rows_),
-        q_(q),
-        x_(plan, scratch) {
-    PackQueries(0);
+        quads_(HasQuads()),
+        x_(plan, scratch),
+        queries_(plan, item_, q, quads_, x_) {
     std::fill_n(x_.outputs, rows_ * dim_, 0.0f);
     std::fill_n(x_.sums, rows_ * kMaxLanes, 0.0f);
     const size_t padded_rows = hwy::RoundUpTo(rows_, kMaxLanes);
     std::fill_n(x_.maxima, padded_rows, kNoMaximum);
     std::fill_n(x_.group_maxima, padded_rows, kNoMaximum);
     std::fill_n(x_.ones, padded_rows, 1.0f);
-#if HWY_TARGET != HWY_SCALAR
-    quads_ = CpuHasQuads() && hwy::DivCeil(rows_, blocks_.count) <= kMaxQuadRows;
-#endif
+    std::fill_n(x_.q_mean, padded_rows, 0.0f);
   }
 
-  void Run() {
+  void Run(KeyCounts* counts) {
     // Tokens before `all_see` are visible to every query of the tile, tokens from `none_sees` on to none.
     const int all_see = plan_.n_keys - plan_.n_queries + item_.first_query + 1;
     const int none_sees = all_see + item_.n_queries - 1;
-    const int group_pages = few_ ? 1 : kGroupPages;
+    const bool refines = Refines();
+    if (refines) Peek(all_see);
 
     PageCursor cursor{item_.first_page, item_.first_key, {}, PageLayout(geometry_, {})};
     PageBlocks queue[kGroupPages + kPagesAhead];
     int queued = 0;
     while (true) {
-      while (queued < group_pages + static_cast<int>(kPagesAhead) && Next(cursor, none_sees, queue[queued])) ++queued;
+      while (queued < plan_.step_pages + static_cast<int>(kPagesAhead) && Next(cursor, none_sees, queue[queued])) {
+        ++queued;
+      }
       if (queued == 0) break;
-      const int n = std::min(queued, group_pages);
+      const int n = std::min(queued, plan_.step_pages);
       const std::span<const PageBlocks> pages(queue, static_cast<size_t>(queued));
+      const std::span<const PageBlocks> step = pages.first(static_cast<size_t>(n));
       for (int i = 0; i < n; ++i) Scores(pages.subspan(static_cast<size_t>(i)), static_cast<size_t>(i));
       for (int i = 0; i < n; ++i) {
         if (queue[i].tokens < kPageTokens || queue[i].first_key + kPageTokens > all_see || queue[i].hide_first) {
           Mask(queue[i], static_cast<size_t>(i), all_see);
         }
       }
+      const size_t n_refined = refines ? ChooseRefined(step) : 0;
+      if (n_refined > 0) few_ ? RefineScores(step, n_refined) : RefineScoresOfMany(step, n_refined);
       SoftmaxStep(rows_, static_cast<size_t>(n * kPageTokens), x_);
       Values(pages, static_cast<size_t>(n));
+      if (n_refined > 0) few_ ? RefineValues(step, n_refined) : RefineValuesOfMany(step, n_refined);
+      if (refines && counts != nullptr) {
+        counts->refined += n_refined;
+        for (const PageBlocks& page : step) {
+          if (page.k_refinement != nullptr) {
+            counts->seen += static_cast<uint64_t>(std::min(page.tokens, none_sees - page.first_key));
+          }
+        }
+      }
       queued -= n;
       std::copy_n(queue + n, queued, queue);
     }
+    UseOutputFrame(false);
   }
 
   void WriteOutputs(float* out) const {
     const DF d;
     for (size_t row = 0; row < rows_; ++row) {
       const VF inverse = hn::Set(d, 1.0f / Sum(row));
-      float* to = out + Position(row) * dim_;
+      float* to = out + queries_.Position(row) * dim_;
       for (size_t c = 0; c < dim_; c += kLanes) {
         hn::StoreU(hn::Mul(hn::LoadU(d, x_.outputs + row * dim_ + c), inverse), d, to + c);
       }
@@ -130,23 +152,29 @@ class ItemRun {
       cursor.codecs = page.codecs;
       cursor.layout = PageLayout(geometry_, page.codecs);
     }
-    result = {page.codecs,
-              page.data + cursor.layout.BlockOffset(Side::kK, layer_, item_.kv_head),
-              page.data + cursor.layout.BlockOffset(Side::kV, layer_, item_.kv_head),
-              cursor.first_key,
-              page.tokens,
-              page.position_offset,
-              page.hide_first};
+    result = BlocksOf(page, cursor.layout, cursor.first_key);
     cursor.first_key += page.tokens;
     ++cursor.page;
     return true;
   }
 
-  // Index of a row's vector in q and out.
-  size_t Position(size_t row) const {
-    const size_t group = static_cast<size_t>(plan_.group());
-    return (static_cast<size_t>(item_.first_query) + row / group) * static_cast<size_t>(plan_.shape.n_heads) +
-           static_cast<size_t>(item_.kv_head) * group + row % group;
+  PageBlocks BlocksOf(const PageRef& page, const PageLayout& layout, int first_key) const {
+    PageBlocks result{page.codecs,
+                      page.data + layout.BlockOffset(Side::kK, layer_, item_.kv_head),
+                      page.data + layout.BlockOffset(Side::kV, layer_, item_.kv_head),
+                      first_key,
+                      page.tokens,
+                      page.position_offset,
+                      page.hide_first,
+                      page.exact_first};
+    if (page.constants != nullptr) {
+      result.constants = page.constants + ConstantOffset(geometry_, layer_, item_.kv_head, Constant::kMeanK);
+    }
+    if (page.refinement != nullptr) {
+      result.k_refinement = page.refinement + refinement_layout_.BlockOffset(Side::kK, layer_, item_.kv_head);
+      result.v_refinement = page.refinement + refinement_layout_.BlockOffset(Side::kV, layer_, item_.kv_head);
+    }
+    return result;
   }
 
   float Sum(size_t row) const {
@@ -154,48 +182,12 @@ class ItemRun {
     return hn::GetLane(hn::SumOfLanes(d, hn::LoadU(d, x_.sums + row * kMaxLanes)));
   }
 
-  // The softmax works in powers of two; its factor goes into the queries.
-  void PackQueries(int position_offset) {
-    const float factor = plan_.shape.scale * std::numbers::log2e_v<float>;
-    for (size_t row = 0; row < rows_; ++row) {
-      const float* from = q_ + Position(row) * dim_;
-      float* to = x_.q_rows + row * dim_;
-      for (size_t c = 0; c < dim_; ++c) to[c] = from[c] * factor;
-      if (position_offset != 0) TurnBack(plan_.TurnOf(position_offset), to);
-    }
-    position_offset_ = position_offset;
-    q_panel_ready_ = q_i8_ready_ = q_i4_ready_ = false;
-  }
-
-  // The order in which panels want them.
-  void TransposeQueries() {
-    for (size_t block = 0; block < blocks_.count; ++block) {
-      const size_t first = blocks_.First(block), count = blocks_.Count(block);
-      for (size_t r = 0; r < count; ++r) {
-        const float* from = x_.q_rows + (first + r) * dim_;
-        float* to = x_.q + first * dim_ + r;
-        for (size_t c = 0; c < dim_; ++c) to[c * count] = from[c];
-      }
-    }
-    q_panel_ready_ = true;
-  }
-
-  void TurnBack(const AttentionPlan::Turn& turn, float* q) const {
-    const size_t n = turn.cosines.size();
-    const bool halves = plan_.pairs == Rope::Pairs::kHalves;
-    for (size_t i = 0; i < n; ++i) {
-      float& x = q[halves ? i : 2 * i];
-      float& y = q[halves ? i + n : 2 * i + 1];
-      const float turned = x * turn.cosines[i] - y * turn.sines[i];
-      y = x * turn.sines[i] + y * turn.cosines[i];
-      x = turned;
-    }
-  }
-
-  void Mask(const PageBlocks& page, size_t slot, int all_see) const {
+  // all_alike: every row sees what the first one does.
+  void Mask(const PageBlocks& page, size_t slot, int all_see, bool all_alike = false) const {
     const size_t group = static_cast<size_t>(plan_.group());
     for (size_t row = 0; row < rows_; ++row) {
-      const int visible = std::clamp(all_see + static_cast<int>(row / group) - page.first_key, 0, page.tokens);
+      const int more = all_alike ? 0 : static_cast<int>(row / group);
+      const int visible = std::clamp(all_see + more - page.first_key, 0, page.tokens);
       float* scores = x_.scores + row * kScoreStride + slot * kPageTokens;
       std::fill(scores + visible, scores + kPageTokens, -std::numeric_limits<float>::infinity());
       if (page.hide_first) scores[0] = -std::numeric_limits<float>::infinity();
@@ -206,7 +198,7 @@ class ItemRun {
 
   template <class T>
   void PanelScores(const T* k, Ahead ahead, size_t slot) {
-    if (!q_panel_ready_) TransposeQueries();
+    queries_.MakePanel();
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block);
       RunWithRows<ScoresOfPanel>(blocks_.Count(block), x_.q + first * dim_, k, ahead, dim_, ScoresAt(first, slot));
@@ -222,36 +214,159 @@ class ItemRun {
     }
   }
 
-  float* ScoresAt(size_t row, size_t slot) const {
-    return x_.scores + row * kScoreStride + slot * kPageTokens;
+  float* ScoresAt(size_t row, size_t slot) const { return x_.scores + row * kScoreStride + slot * kPageTokens; }
+
+  static KeyFrame FrameOf(const PageBlocks& page) {
+    if (!blocks::IsRotated(page.codecs.k)) return {page.position_offset};
+    return {page.position_offset, true, page.constants};
   }
 
   void Scores(std::span<const PageBlocks> pages, size_t slot) {
     const PageBlocks& page = pages.front();
-    if (page.position_offset != position_offset_) PackQueries(page.position_offset);
+    queries_.Use(FrameOf(page));
+    bool has_mean = false;
     if (RunsOnCodes(page.codecs.k)) {
-      ScoresOfCodes(pages, slot);
-      return PrefetchScales(Side::kK, pages);
+      has_mean = ScoresOfCodes(pages, slot);
+      PrefetchScales(Side::kK, pages);
+    } else {
+      CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel);
+      PanelScores(x_.k_panel, Ahead(), slot);
     }
-    CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel);
-    PanelScores(x_.k_panel, Ahead(), slot);
+    if (!blocks::IsRotated(page.codecs.k)) return;
+    const DF d;
+    for (size_t row = 0; row < rows_ && !has_mean; ++row) {
+      float* scores = ScoresAt(row, slot);
+      for (size_t t = 0; t < kPageTokens; t += kLanes) {
+        hn::StoreU(hn::Add(hn::LoadU(d, scores + t), hn::Set(d, x_.q_mean[row])), d, scores + t);
+      }
+    }
+    if (!page.exact_first) return;
+    LoadConstant(page, Constant::kFirstK);
+    for (size_t row = 0; row < rows_; ++row) ScoresAt(row, slot)[0] = Dot(x_.q_rows + row * dim_, x_.line, dim_);
+  }
+
+  // To x.line, rotated.
+  void LoadConstant(const PageBlocks& page, Constant which) const {
+    LoadHalves(page.constants + static_cast<size_t>(which) * 2 * dim_, dim_, x_.line);
+    Rotate(x_.line, plan_.shape.head_dim);
   }
 
   void Values(std::span<const PageBlocks> pages, size_t n) {
     const float* keep = x_.keep;  // the step's first kernel brings earlier outputs onto the new maximum
     for (size_t slot = 0; slot < n; keep = x_.ones) {
+      const bool rotated = blocks::IsRotated(pages[slot].codecs.v);
+      UseOutputFrame(rotated);
+      outputs_empty_ = false;
       if (RunsOnCodes(pages[slot].codecs.v)) {
         ValuesOfCodes(pages.subspan(slot), slot, keep);
         PrefetchScales(Side::kV, pages.subspan(slot));
+        if (rotated && pages[slot].exact_first) AddFirstValue(pages[slot], slot);
         ++slot;
         continue;
       }
       const size_t first = slot;
-      for (; slot < n && !RunsOnCodes(pages[slot].codecs.v); ++slot) {
+      for (; slot < n && !RunsOnCodes(pages[slot].codecs.v) && blocks::IsRotated(pages[slot].codecs.v) == rotated;
+           ++slot) {
         CodecOf(pages[slot].codecs.v)
             .unpack(Side::kV, pages[slot].v, plan_.shape.head_dim, x_.v_panel + (slot - first) * kPageTokens * dim_);
       }
       PanelValues(x_.v_panel, Ahead(), first, (slot - first) * kPageTokens, keep);
+      for (size_t i = first; i < slot && rotated; ++i) {
+        if (pages[i].exact_first) AddFirstValue(pages[i], i);
+      }
+    }
+  }
+
+  void AddFirstValue(const PageBlocks& page, size_t slot) const {
+    LoadConstant(page, Constant::kFirstV);
+    for (size_t row = 0; row < rows_; ++row) {
+      AddRow(ScoresAt(row, slot)[0] * x_.gain[row], x_.line, dim_, x_.outputs + row * dim_);
+    }
+  }
+
+  void UseOutputFrame(bool rotated) {
+    if (rotated == outputs_rotated_) return;
+    outputs_rotated_ = rotated;
+    for (size_t row = 0; row < rows_ && !outputs_empty_; ++row) {
+      float* output = x_.outputs + row * dim_;
+      rotated ? Rotate(output, plan_.shape.head_dim) : RotateBack(output, plan_.shape.head_dim);
+    }
+  }
+
+  bool Refines() const {
+    const auto pages = pages_.subspan(static_cast<size_t>(item_.first_page), static_cast<size_t>(item_.n_pages));
+    return plan_.refine_threshold >= 0 &&
+           std::ranges::any_of(pages, [](const PageRef& page) { return page.refinement != nullptr; });
+  }
+
+  // Puts into maxima the largest scores among an exact first token and the two newest pages that all queries see: a
+  // maximum that is high from the start keeps tokens from being refined in vain. As a running maximum any number will do.
+  void Peek(int all_see) {
+    if (pages_[0].exact_first && blocks::IsRotated(pages_[0].codecs.k) && !pages_[0].hide_first) {
+      const PageBlocks page = BlocksOf(pages_[0], PageLayout(geometry_, pages_[0].codecs), 0);
+      queries_.Use(FrameOf(page));
+      LoadConstant(page, Constant::kFirstK);
+      for (size_t row = 0; row < rows_; ++row) x_.maxima[row] = Dot(x_.q_rows + row * dim_, x_.line, dim_);
+    }
+    int first_key = plan_.n_keys;
+    int peeked = 0;
+    for (size_t i = pages_.size(); i-- > 0 && peeked < 2;) {
+      first_key -= pages_[i].tokens;
+      if (first_key >= all_see) continue;
+      ++peeked;
+      const PageBlocks page = BlocksOf(pages_[i], PageLayout(geometry_, pages_[i].codecs), first_key);
+      Scores({&page, 1}, 0);
+      Mask(page, 0, all_see, /*all_alike=*/true);
+      for (size_t row = 0; row < rows_; ++row) {
+        x_.maxima[row] = LargestScore(ScoresAt(row, 0), kPageTokens, x_.maxima[row]);
+      }
+    }
+  }
+
+  // Fills x.refined by the rule of AttentionPlan and returns how many there are.
+  size_t ChooseRefined(std::span<const PageBlocks> step) const {
+    const float threshold = plan_.refine_threshold * std::numbers::log2e_v<float>;
+    for (size_t row = 0; row < rows_; ++row) {
+      x_.limits[row] = LargestScore(ScoresAt(row, 0), step.size() * kPageTokens, x_.maxima[row]) - threshold;
+    }
+    size_t n = 0;
+    for (size_t slot = 0; slot < step.size(); ++slot) {
+      if (step[slot].k_refinement == nullptr) continue;
+      for (uint32_t tokens = TokensAtLimits(ScoresAt(0, slot), x_.limits, rows_); tokens != 0; tokens &= tokens - 1) {
+        const size_t t = static_cast<size_t>(std::countr_zero(tokens));
+        x_.refined[n++] = static_cast<uint8_t>(slot * kPageTokens + t);
+        const auto fetch = [&](const std::byte* block) {
+          const std::byte* row = block + t * dim_ / 2;
+          for (size_t i = 0; i < dim_ / 2; i += 64) __builtin_prefetch(row + i);
+        };
+        fetch(step[slot].k_refinement);
+        fetch(step[slot].v_refinement);
+      }
+    }
+    return n;
+  }
+
+  void RefineScores(std::span<const PageBlocks> step, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+      const size_t slot = x_.refined[i] / kPageTokens, t = x_.refined[i] % kPageTokens;
+      queries_.Use(FrameOf(step[slot]));
+      LoadRefined(step[slot].k_refinement, dim_, t, x_.line);
+      const float scale = RefinedScale(step[slot].k_refinement, dim_, t);
+      for (size_t row = 0; row < rows_; ++row) {
+        ScoresAt(row, slot)[t] += scale * Dot(x_.q_rows + row * dim_, x_.line, dim_);
+      }
+    }
+  }
+
+  void RefineValues(std::span<const PageBlocks> step, size_t n) {
+    UseOutputFrame(true);
+    for (size_t i = 0; i < n; ++i) {
+      const size_t slot = x_.refined[i] / kPageTokens, t = x_.refined[i] % kPageTokens;
+      LoadRefined(step[slot].v_refinement, dim_, t, x_.line);
+      const float scale = RefinedScale(step[slot].v_refinement, dim_, t);
+      for (size_t row = 0; row < rows_; ++row) {
+        AddRow(ScoresAt(row, slot)[t] * x_.gain[row] * scale, x_.line, dim_, x_.outputs + row * dim_);
+      }
     }
   }
 
@@ -259,10 +374,25 @@ class ItemRun {
   bool RunsOnCodes(CodecId) const {
     return false;
   }
-  void ScoresOfCodes(std::span<const PageBlocks>, size_t) {}
+  bool HasQuads() const {
+    return false;
+  }
+  bool ScoresOfCodes(std::span<const PageBlocks>, size_t) {
+    return false;
+  }
   void ValuesOfCodes(std::span<const PageBlocks>, size_t, const float*) {}
   void PrefetchScales(Side, std::span<const PageBlocks>) const {}
+  void RefineScoresOfMany(std::span<const PageBlocks> step, size_t n) {
+    RefineScores(step, n);
+  }
+  void RefineValuesOfMany(std::span<const PageBlocks> step, size_t n) {
+    RefineValues(step, n);
+  }
 #else
+  bool HasQuads() const {
+    return CpuHasQuads() && hwy::DivCeil(rows_, blocks_.count) <= kMaxQuadRows;
+  }
+
   // Else pages of that codec are unpacked.
   bool RunsOnCodes(CodecId codec) const {
     switch (codec) {
@@ -272,7 +402,7 @@ class ItemRun {
       case CodecId::kI8Tensor: return true;
       case CodecId::kI4:
       case CodecId::kI4Z: return dim_ % 64 == 0;
-      default: return false;
+      default: return blocks::IsRotated(codec);
     }
   }
 
@@ -302,125 +432,99 @@ class ItemRun {
       case CodecId::kI8Tensor: return blocks::I8ScaleOffset(plan_.shape.head_dim);
       case CodecId::kI4:
       case CodecId::kI4Z: return blocks::I4ScaleOffset(plan_.shape.head_dim);
-      default: return 0;
+      default: return blocks::RotatedScaleOffset(blocks::RotatedBits(codec), plan_.shape.head_dim);
     }
   }
 
-  // Quantizes the queries, times channel_scale if there is one, to 16 bits and returns the step of each row.
-  template <class Place>
-  void QuantizeQueries(const float* channel_scale, float full_scale, float* scale, const Place& place) const {
-    for (size_t block = 0; block < blocks_.count; ++block) {
-      const size_t first = blocks_.First(block), count = blocks_.Count(block);
-      for (size_t row = first; row < first + count; ++row) {
-        const float* values = x_.q_rows + row * dim_;
-        const float magnitude = Magnitude(values, channel_scale, dim_);
-        scale[row] = magnitude / full_scale;
-        QuantizeProduct(values, channel_scale, magnitude > 0 ? full_scale / magnitude : 0, dim_, x_.q_line);
-        place(row, count, first * dim_ / 2 + row - first);
-      }
-    }
-  }
-
-  int32_t Pair(size_t channel, size_t distance) const {
-    const int16_t pair[2] = {x_.q_line[channel], x_.q_line[channel + distance]};
-    return ValuesOfI8::PairAt(pair);
-  }
-
-  void QuantizeForI8(const float* channel_scale, int32_t* to, float* scale) const {
-    QuantizeQueries(channel_scale, kFullScale, scale, [&](size_t, size_t count, size_t at) {
-      for (size_t c = 0; c < dim_; c += 2) to[at + c / 2 * count] = Pair(c, 1);
-    });
-  }
-
-  void QuantizeForI4() const {
-    std::fill_n(x_.channel_scale, dim_, 1.0f);
-    const float full_scale = quads_ ? kQuadFullScale : kFullScale;
-    QuantizeQueries(x_.channel_scale, full_scale, x_.q_i4_scale, [&](size_t row, size_t count, size_t at) {
-      for (size_t c = 0; c < dim_ / 2; c += 4) {
-        if (quads_) {
-          int32_t* quads = x_.q_i4_quads + at + c * count;
-          SplitQuad(x_.q_line + c, quads, quads + count);
-          SplitQuad(x_.q_line + dim_ / 2 + c, quads + 2 * count, quads + 3 * count);
-        } else {
-          int32_t* pairs = x_.q_i4 + at + c * count;
-          pairs[0] = Pair(c, 2);
-          pairs[count] = Pair(dim_ / 2 + c, 2);
-          pairs[2 * count] = Pair(c + 1, 2);
-          pairs[3 * count] = Pair(dim_ / 2 + c + 1, 2);
-        }
-      }
-      for (size_t g = 0; g < dim_ / 32; ++g) {
-        int sum = 0;
-        for (size_t c = 0; c < 32; ++c) sum += x_.q_line[32 * g + c];
-        x_.q_i4_sums[row * kMaxI4Groups + g] = static_cast<float>(sum);
-      }
-    });
-  }
-
-  static void LoadHalves(const std::byte* from, size_t n, float* to) {
-    const auto* halves = reinterpret_cast<const hwy::float16_t*>(from);
-    for (size_t i = 0; i < n; i += kLanes) hn::StoreU(LoadOperand(halves + i), DF(), to + i);
-  }
   static void LoadHalf(const std::byte* from, size_t n, float* to) {
     uint16_t half;
     std::memcpy(&half, from, sizeof half);
     std::fill_n(to, n, FloatFromHalf(half));
   }
 
-  void ScoresOfCodes(std::span<const PageBlocks> pages, size_t slot) {
+  // Whether a side of a page goes to the kernels for bytes.
+  bool RunsOnBytes(CodecId codec) const {
+    return quads_ && blocks::IsRotated(codec) && codec != CodecId::k8;
+  }
+
+  // A block's codes in the order of i8, and where the kernel on them is to prefetch.
+  struct Codes {
+    const std::byte* at;
+    Ahead ahead;
+  };
+  Codes CodesOf(std::span<const PageBlocks> pages, Side side) const {
+    const std::byte* block = side == Side::kK ? pages.front().k : pages.front().v;
+    const CodecId codec = side == Side::kK ? pages.front().codecs.k : pages.front().codecs.v;
+    const Ahead ahead = AheadOf(pages, side);
+    if (!blocks::IsRotated(codec) || codec == CodecId::k8) return {block, ahead};
+    Expand(blocks::RotatedBits(codec), block, kPageTokens * dim_, ahead, RunsOnBytes(codec) ? kCodeBias : 0,
+           x_.expanded);
+    const auto expanded = reinterpret_cast<uintptr_t>(x_.expanded);
+    return {reinterpret_cast<const std::byte*>(x_.expanded), {expanded, expanded}};
+  }
+
+  // Returns whether the scores include the keys' mean.
+  bool ScoresOfCodes(std::span<const PageBlocks> pages, size_t slot) {
     const PageBlocks& page = pages.front();
     const CodecId codec = page.codecs.k;
-    const int head_dim = plan_.shape.head_dim;
-    const Ahead ahead = AheadOf(pages, Side::kK);
+    const std::byte* scales = page.k + ScaleOffset(codec);
     switch (codec) {
-      case CodecId::kF16: return PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), ahead, slot);
-      case CodecId::kI8:
-      case CodecId::kI8Channel:
+      case CodecId::kF16:
+        PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), AheadOf(pages, Side::kK), slot);
+        return false;
+      case CodecId::kI8Channel: {
+        LoadHalves(scales, dim_, x_.channel_scale);
+        queries_.MakeChannel();
+        std::fill_n(x_.token_scale, kPageTokens, 1.0f);
+        ScoresOfBlock(CodesOf(pages, Side::kK), x_.q_channel, x_.q_channel_scale, slot);
+        return false;
+      }
       case CodecId::kI8Tensor: {
-        const std::byte* scales = page.k + blocks::I8ScaleOffset(head_dim);
-        const int32_t* q = x_.q_i8;
-        const float* q_scale = x_.q_i8_scale;
-        if (codec == CodecId::kI8Channel) {
-          LoadHalves(scales, dim_, x_.channel_scale);
-          QuantizeForI8(x_.channel_scale, x_.q_channel, x_.q_channel_scale);
-          std::fill_n(x_.token_scale, kPageTokens, 1.0f);
-          q = x_.q_channel;
-          q_scale = x_.q_channel_scale;
-        } else {
-          if (!q_i8_ready_) {
-            std::fill_n(x_.channel_scale, dim_, 1.0f);
-            QuantizeForI8(x_.channel_scale, x_.q_i8, x_.q_i8_scale);
-            q_i8_ready_ = true;
-          }
-          codec == CodecId::kI8 ? LoadHalves(scales, kPageTokens, x_.token_scale)
-                                : LoadHalf(scales, kPageTokens, x_.token_scale);
-        }
-        for (size_t block = 0; block < blocks_.count; ++block) {
-          const size_t first = blocks_.First(block);
-          RunWithRows<ScoresOfI8>(blocks_.Count(block), q + first * dim_ / 2, reinterpret_cast<const int8_t*>(page.k),
-                                  ahead, dim_, q_scale + first, x_.token_scale, ScoresAt(first, slot));
-        }
-        return;
+        queries_.MakeI8();
+        LoadHalf(scales, kPageTokens, x_.token_scale);
+        ScoresOfBlock(CodesOf(pages, Side::kK), x_.q_i8, x_.q_i8_scale, slot);
+        return false;
       }
       case CodecId::kI4:
       case CodecId::kI4Z: {
-        if (!q_i4_ready_) {
-          QuantizeForI4();
-          q_i4_ready_ = true;
-        }
-        const auto* scales = reinterpret_cast<const hwy::float16_t*>(page.k + blocks::I4ScaleOffset(head_dim));
+        queries_.MakeI4();
+        const Ahead ahead = AheadOf(pages, Side::kK);
         for (size_t block = 0; block < blocks_.count; ++block) {
           const size_t first = blocks_.First(block);
           const auto run = [&]<class Kernel>(Kernel, const int32_t* q) {
             RunWithRows<Kernel>(blocks_.Count(block), q, page.k, ahead, dim_, codec == CodecId::kI4Z,
-                                x_.q_i4_scale + first, x_.q_i4_sums + first * kMaxI4Groups, scales,
-                                ScoresAt(first, slot));
+                                x_.q_i4_scale + first, x_.q_i4_sums + first * kMaxI4Groups,
+                                reinterpret_cast<const hwy::float16_t*>(scales), ScoresAt(first, slot));
           };
           quads_ ? run(ScoresOfI4Quads(), x_.q_i4_quads + first * dim_ / 2)
                  : run(ScoresOfI4(), x_.q_i4 + first * dim_ / 2);
         }
-        return;
+        return false;
       }
+      default: break;
+    }
+    const Codes codes = CodesOf(pages, Side::kK);
+    LoadHalves(scales, kPageTokens, x_.token_scale);
+    if (!RunsOnBytes(codec)) {
+      queries_.MakeI8();
+      ScoresOfBlock(codes, x_.q_i8, x_.q_i8_scale, slot);
+      return false;
+    }
+    queries_.MakeBytes();
+    for (size_t block = 0; block < blocks_.count; ++block) {
+      const size_t first = blocks_.First(block);
+      RunWithRows<ScoresOfBytes>(blocks_.Count(block), x_.q_bytes + first * dim_ / 2, x_.expanded, dim_,
+                                 x_.q_bytes_scale + first, x_.q_bytes_bias + first, x_.q_mean + first, x_.token_scale,
+                                 ScoresAt(first, slot));
+    }
+    return true;
+  }
+
+  void ScoresOfBlock(const Codes& codes, const int32_t* q, const float* q_scale, size_t slot) const {
+    for (size_t block = 0; block < blocks_.count; ++block) {
+      const size_t first = blocks_.First(block);
+      RunWithRows<ScoresOfI8>(blocks_.Count(block), q + first * dim_ / 2, reinterpret_cast<const int8_t*>(codes.at),
+                              codes.ahead, dim_, q_scale + first, x_.token_scale, ScoresAt(first, slot));
     }
   }
 
@@ -446,67 +550,87 @@ class ItemRun {
   void ValuesOfCodes(std::span<const PageBlocks> pages, size_t slot, const float* keep) {
     const PageBlocks& page = pages.front();
     const CodecId codec = page.codecs.v;
-    const int head_dim = plan_.shape.head_dim;
-    const Ahead ahead = AheadOf(pages, Side::kV);
+    const std::byte* scales = page.v + ScaleOffset(codec);
     switch (codec) {
       case CodecId::kF16:
-        return PanelValues(reinterpret_cast<const hwy::float16_t*>(page.v), ahead, slot, kPageTokens, keep);
-      case CodecId::kI8:
+        return PanelValues(reinterpret_cast<const hwy::float16_t*>(page.v), AheadOf(pages, Side::kV), slot, kPageTokens,
+                           keep);
       case CodecId::kI8Channel:
-      case CodecId::kI8Tensor: {
-        const std::byte* scales = page.v + blocks::I8ScaleOffset(head_dim);
-        if (codec == CodecId::kI8) LoadHalves(scales, kPageTokens, x_.token_scale);
-        if (codec == CodecId::kI8Tensor) LoadHalf(scales, kPageTokens, x_.token_scale);
-        if (codec == CodecId::kI8Channel) std::fill_n(x_.token_scale, kPageTokens, 1.0f);
-        const auto* channel_scale =
-            codec == CodecId::kI8Channel ? reinterpret_cast<const hwy::float16_t*>(scales) : nullptr;
-        QuantizeWeights(slot);
-        for (size_t block = 0; block < blocks_.count; ++block) {
-          const size_t first = blocks_.First(block);
-          RunWithRows<ValuesOfI8>(blocks_.Count(block), x_.weights + first * kPageTokens,
-                                  reinterpret_cast<const int8_t*>(page.v), ahead, dim_, keep + first,
-                                  x_.weight_scale + first, channel_scale, x_.outputs + first * dim_);
-        }
-        return;
-      }
+        std::fill_n(x_.token_scale, kPageTokens, 1.0f);
+        return ValuesOfBlock(CodesOf(pages, Side::kV), slot, keep, reinterpret_cast<const hwy::float16_t*>(scales));
+      case CodecId::kI8Tensor:
+        LoadHalf(scales, kPageTokens, x_.token_scale);
+        return ValuesOfBlock(CodesOf(pages, Side::kV), slot, keep, nullptr);
       case CodecId::kI4:
-      case CodecId::kI4Z:
-        for (size_t g = 0; g < dim_ / 32; ++g) {
-          LoadHalves(page.v + blocks::I4ScaleOffset(head_dim) + g * 64, kPageTokens, x_.token_scale);
-          const std::byte* minima = codec == CodecId::kI4Z ? page.v + blocks::I4MinOffset(head_dim) + g * 64 : nullptr;
-          const std::byte* codes = page.v + g * 128;
-          if (quads_) {
-            QuantizeWeightQuads(slot, minima);
-            for (size_t block = 0; block < blocks_.count; ++block) {
-              const size_t first = blocks_.First(block);
-              RunWithRows<ValuesOfI4Quads>(blocks_.Count(block), x_.weight_quads + first * kPageTokens / 2, codes,
-                                           ahead + g * 128, dim_, keep + first, x_.weight_scale + first,
-                                           x_.base + first, x_.outputs + first * dim_ + g * 32);
-            }
-            continue;
-          }
-          QuantizeWeights(slot);
-          SumMinima(slot, minima);
-          for (size_t block = 0; block < blocks_.count; ++block) {
-            const size_t first = blocks_.First(block);
-            RunWithRows<ValuesOfI4>(blocks_.Count(block), x_.weights + first * kPageTokens, codes, ahead + g * 128,
-                                    dim_, static_cast<int16_t>(codec == CodecId::kI4 ? 8 : 0), keep + first,
-                                    x_.weight_scale + first, x_.base + first, x_.outputs + first * dim_ + g * 32);
-          }
-        }
-        return;
+      case CodecId::kI4Z: return ValuesOfI4Groups(pages, slot, keep);
+      default: break;
+    }
+    LoadHalves(scales, kPageTokens, x_.token_scale);
+    const Codes codes = CodesOf(pages, Side::kV);
+    if (!RunsOnBytes(codec)) return ValuesOfBlock(codes, slot, keep, nullptr);
+    QuantizeWeightQuads<true>(slot);
+    for (size_t block = 0; block < blocks_.count; ++block) {
+      const size_t first = blocks_.First(block);
+      RunWithRows<ValuesOfBytes>(blocks_.Count(block), x_.weight_quads + first * kPageTokens / 2, x_.expanded, dim_,
+                                 keep + first, x_.weight_scale + first, x_.weight_bias + first,
+                                 x_.outputs + first * dim_);
     }
   }
 
-  // As QuantizeWeights with SumMinima, for ValuesOfI4Quads: in two digits of 7 bits, four tokens side by side.
-  void QuantizeWeightQuads(size_t slot, const std::byte* minima) const {
+  void ValuesOfBlock(const Codes& codes, size_t slot, const float* keep, const hwy::float16_t* channel_scale) const {
+    QuantizeWeights(slot);
+    for (size_t block = 0; block < blocks_.count; ++block) {
+      const size_t first = blocks_.First(block);
+      RunWithRows<ValuesOfI8>(blocks_.Count(block), x_.weights + first * kPageTokens,
+                              reinterpret_cast<const int8_t*>(codes.at), codes.ahead, dim_, keep + first,
+                              x_.weight_scale + first, channel_scale, x_.outputs + first * dim_);
+    }
+  }
+
+  void ValuesOfI4Groups(std::span<const PageBlocks> pages, size_t slot, const float* keep) const {
+    const PageBlocks& page = pages.front();
+    const int head_dim = plan_.shape.head_dim;
+    const bool has_minimum = page.codecs.v == CodecId::kI4Z;
+    const Ahead ahead = AheadOf(pages, Side::kV);
+    for (size_t g = 0; g < dim_ / 32; ++g) {
+      LoadHalves(page.v + blocks::I4ScaleOffset(head_dim) + g * 64, kPageTokens, x_.token_scale);
+      const std::byte* minima = has_minimum ? page.v + blocks::I4MinOffset(head_dim) + g * 64 : nullptr;
+      const std::byte* codes = page.v + g * 128;
+      if (quads_) {
+        QuantizeWeightQuads<false>(slot);
+        for (size_t row = 0; row < rows_ && !has_minimum; ++row) {
+          x_.base[row] = -static_cast<float>(x_.weight_bias[row]) * x_.weight_scale[row];
+        }
+        if (has_minimum) SumMinima(slot, minima);
+      } else {
+        QuantizeWeights(slot);
+        SumMinima(slot, minima);
+      }
+      for (size_t block = 0; block < blocks_.count; ++block) {
+        const size_t first = blocks_.First(block);
+        if (quads_) {
+          RunWithRows<ValuesOfI4Quads>(blocks_.Count(block), x_.weight_quads + first * kPageTokens / 2, codes,
+                                       ahead + g * 128, dim_, keep + first, x_.weight_scale + first, x_.base + first,
+                                       x_.outputs + first * dim_ + g * 32);
+        } else {
+          RunWithRows<ValuesOfI4>(blocks_.Count(block), x_.weights + first * kPageTokens, codes, ahead + g * 128, dim_,
+                                  static_cast<int16_t>(has_minimum ? 0 : 8), keep + first, x_.weight_scale + first,
+                                  x_.base + first, x_.outputs + first * dim_ + g * 32);
+        }
+      }
+    }
+  }
+
+  // As QuantizeWeights, for ValuesOfI4Quads and ValuesOfBytes: in two digits of 7 bits, four tokens side by side. Sets
+  // weight_bias to the sum of a row's weights times what its codes are too large by.
+  template <bool kBytes>
+  void QuantizeWeightQuads(size_t slot) const {
     const float step = ScaleTokensTo(kQuadFullScale);
     for (size_t row = 0; row < rows_; ++row) {
-      const float sum = WeightQuads(ScoresAt(row, slot), x_.token_scale, x_.weight_quads + row * kPageTokens / 2);
+      const int sum = WeightQuads<kBytes>(ScoresAt(row, slot), x_.token_scale, x_.weight_quads + row * kPageTokens / 2);
       x_.weight_scale[row] = x_.gain[row] * step;
-      if (minima == nullptr) x_.base[row] = -8.0f * sum * x_.weight_scale[row];
+      x_.weight_bias[row] = (kBytes ? kCodeBias : 8) * sum;
     }
-    if (minima != nullptr) SumMinima(slot, minima);
   }
 
   // base = gain * sum of weight * minimum over a page's tokens, 0 without minima.
@@ -526,7 +650,55 @@ class ItemRun {
     }
   }
 
-  bool quads_ = false;  // see QuadSum
+  // Refined tokens of a step as blocks of i8, for many rows.
+  template <class Flush>
+  void ForRefinedBlocks(std::span<const PageBlocks> step, size_t n, Side side, const Flush& flush) const {
+    const auto block_of = [&](size_t i) {
+      const PageBlocks& page = step[x_.refined[i] / kPageTokens];
+      return side == Side::kK ? page.k_refinement : page.v_refinement;
+    };
+    for (size_t first = 0; first < n;) {
+      const KeyFrame frame = FrameOf(step[x_.refined[first] / kPageTokens]);
+      std::fill_n(x_.token_scale, kPageTokens, 0.0f);
+      size_t count = 0;
+      for (; first + count < n && count < kPageTokens; ++count) {
+        const size_t i = first + count, t = x_.refined[i] % kPageTokens;
+        if (side == Side::kK && FrameOf(step[x_.refined[i] / kPageTokens]) != frame) break;
+        LoadRefinedBytes(block_of(i), dim_, t, x_.refined_rows + count * dim_);
+        x_.token_scale[count] = RefinedScale(block_of(i), dim_, t);
+      }
+      auto* block = reinterpret_cast<int8_t*>(x_.expanded);
+      side == Side::kK ? ArrangeRefinedK(x_.refined_rows, count, dim_, block)
+                       : ArrangeRefinedV(x_.refined_rows, count, dim_, block);
+      const auto at = reinterpret_cast<uintptr_t>(block);
+      flush(Codes{reinterpret_cast<const std::byte*>(block), {at, at}}, frame, first, count);
+      first += count;
+    }
+  }
+
+  void RefineScoresOfMany(std::span<const PageBlocks> step, size_t n) {
+    ForRefinedBlocks(step, n, Side::kK, [&](const Codes& codes, const KeyFrame& frame, size_t first, size_t count) {
+      queries_.Use(frame);
+      queries_.MakeI8();
+      ScoresOfBlock(codes, x_.q_i8, x_.q_i8_scale, kRefinedSlot);
+      for (size_t row = 0; row < rows_; ++row) {
+        const float* more = ScoresAt(row, kRefinedSlot);
+        for (size_t i = 0; i < count; ++i) ScoresAt(row, 0)[x_.refined[first + i]] += more[i];
+      }
+    });
+  }
+
+  void RefineValuesOfMany(std::span<const PageBlocks> step, size_t n) {
+    UseOutputFrame(true);
+    ForRefinedBlocks(step, n, Side::kV, [&](const Codes& codes, const KeyFrame&, size_t first, size_t count) {
+      for (size_t row = 0; row < rows_; ++row) {
+        float* weights = ScoresAt(row, kRefinedSlot);
+        std::fill_n(weights, kPageTokens, 0.0f);
+        for (size_t i = 0; i < count; ++i) weights[i] = ScoresAt(row, 0)[x_.refined[first + i]];
+      }
+      ValuesOfBlock(codes, kRefinedSlot, x_.ones, nullptr);
+    });
+  }
 #endif
 
   const AttentionPlan& plan_;
@@ -538,18 +710,18 @@ class ItemRun {
   size_t rows_;
   bool few_;
   RowBlocks blocks_;
-  const float* q_;
+  bool quads_;  // see QuadSum
   Scratch x_;
-  int position_offset_ = 0;     // that the queries in x_ are turned back by
-  bool q_panel_ready_ = false;  // whether they are there in that form as well
-  bool q_i8_ready_ = false;
-  bool q_i4_ready_ = false;
+  Queries queries_;
+  PageLayout refinement_layout_{geometry_, {CodecId::kRefine4, CodecId::kRefine4}};
+  bool outputs_rotated_ = false;
+  bool outputs_empty_ = true;
 };
 
 void AttendItem(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q,
-                int item, std::byte* scratch, float* partials, float* out) {
+                int item, std::byte* scratch, float* partials, float* out, KeyCounts* counts) {
   ItemRun run(plan, pages, n_layers, layer, q, item, scratch);
-  run.Run();
+  run.Run(counts);
   if (plan.n_chunks == 1) {
     run.WriteOutputs(out);
   } else {
@@ -604,11 +776,11 @@ HWY_EXPORT(MergeItem);
 }  // namespace attention
 
 void Attend(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q,
-            int item, std::byte* scratch, float* partials, float* out) {
+            int item, std::byte* scratch, float* partials, float* out, KeyCounts* counts) {
   QKV_CHECK(static_cast<int>(pages.size()) == plan.n_pages && layer >= 0 && layer < n_layers);
   QKV_CHECK(item >= 0 && item < plan.n_attend_items());
   using namespace attention;  // HWY_DYNAMIC_DISPATCH takes an unqualified name
-  HWY_DYNAMIC_DISPATCH(AttendItem)(plan, pages, n_layers, layer, q, item, scratch, partials, out);
+  HWY_DYNAMIC_DISPATCH(AttendItem)(plan, pages, n_layers, layer, q, item, scratch, partials, out, counts);
 }
 
 void Merge(const AttentionPlan& plan, const float* partials, int item, float* out) {

@@ -12,6 +12,12 @@
 // Relocation: a page may be used at another position than the one it was encoded at. RoPE is relative, so its keys stay as
 // they are and the queries are turned back by the offset instead, once per run of pages with one offset (DESIGN §6).
 //
+// Frames: pages of the codecs 3 to 8 hold their rows rotated (codec/frame.h). Queries are rotated to meet such keys, and
+// outputs are kept in the frame of the values being read; both turn once per run of pages with one frame.
+//
+// Refinement (progressive pages): where a page has a refinement plane, a token whose score comes close to the largest so
+// far is read again from there, K and V, in the same pass (AttentionPlan::refine_threshold).
+//
 // Everything here is a pure function over caller-owned memory. Pages are only read. Threads may run different items of
 // one step at once; all attend items of a step must be done before its merge items start. Same bits on one CPU: another
 // vector width (AVX2, AVX-512, NEON) sums in another order.
@@ -42,7 +48,25 @@ struct PageRef {
   int tokens = 0;           // 1..32
   int position_offset = 0;  // of use minus encoding, tokens
   bool hide_first = false;  // nobody sees the page's first token, which counts among n_keys all the same
+
+  // Of a page with a rotated side. The constants of its segment, [layer][kv_head]{mean K, first K, first V} in halves,
+  // [head_dim] each, in the plain frame and at the positions of encoding. Null: the mean is 0.
+  const std::byte* constants = nullptr;
+  // On each rotated side the page's first token is the constants' one, and 0 in block and refinement plane. Needs
+  // constants.
+  bool exact_first = false;
+  // The page's refinement plane: a page of {kRefine4, kRefine4} with as many tokens. Null: none. Both codecs are rotated
+  // ones then.
+  const std::byte* refinement = nullptr;
 };
+
+// Index of the vectors in PageRef::constants.
+enum class Constant { kMeanK, kFirstK, kFirstV };
+constexpr size_t ConstantOffset(const Geometry& geometry, int layer, int kv_head, Constant which) {
+  const size_t head =
+      static_cast<size_t>(layer) * static_cast<size_t>(geometry.n_kv_heads) + static_cast<size_t>(kv_head);
+  return (3 * head + static_cast<size_t>(which)) * 2 * static_cast<size_t>(geometry.head_dim);
+}
 
 // How keys and queries were rotated: pair i of a head by position * frequencies[i] radians. frequencies.size() is half of
 // the rotary dims, the first ones of a head.
@@ -55,9 +79,16 @@ struct Rope {
 // Query i of n_queries stands at position n_keys - n_queries + i and sees keys 0..that position; n_keys is the sum of
 // the pages' tokens. One plan serves all layers of a step. REQUIRES: 1 <= n_queries <= n_keys, and `rope` if a page has a
 // position offset.
+//
+// Refinement: an item takes its pages in steps of step_pages. A token with a refinement plane is refined, for all rows of
+// the tile, if for one of them its score without refinement is at least L - refine_threshold, where L is the largest
+// score of that row among: an exact first token of the context; the two newest pages that the whole tile sees, without
+// refinement; earlier steps of the item; this step, without refinement.
 class AttentionPlan {
  public:
-  AttentionPlan(const AttentionShape& shape, int n_queries, std::span<const PageRef> pages, const Rope* rope = nullptr);
+  // refine_threshold: natural logarithm of 1 / tau; below 0: refinement planes are not read.
+  AttentionPlan(const AttentionShape& shape, int n_queries, std::span<const PageRef> pages, const Rope* rope = nullptr,
+                float refine_threshold = -1);
 
   int n_attend_items() const { return shape.n_kv_heads * n_tiles * n_chunks; }
   int n_merge_items() const { return n_chunks == 1 ? 0 : shape.n_kv_heads * n_tiles; }
@@ -89,9 +120,11 @@ class AttentionPlan {
   int n_queries = 0;
   int n_keys = 0;
   int n_pages = 0;
+  float refine_threshold = -1;
   int tile_queries = 0;
   int n_tiles = 0;
-  int chunk_pages = 0;
+  int chunk_pages = 0;  // a multiple of step_pages
+  int step_pages = 0;   // per step of the softmax
   int n_chunks = 0;
   std::vector<int> chunk_first_key;  // [n_chunks]
   Rope::Pairs pairs = Rope::Pairs::kInterleaved;
@@ -101,17 +134,34 @@ class AttentionPlan {
   void AddTurn(int position_offset, const Rope* rope);
 };
 
+// Keys of pages with a refinement plane, each counted once per KV head and tile of queries that came by.
+struct KeyCounts {
+  uint64_t seen = 0;
+  uint64_t refined = 0;
+};
+
 // q, out: [n_queries][n_heads][head_dim] fp32, q after RoPE. `pages` as given to the plan; `layer` of 0..n_layers-1
 // picks their blocks. Runs item `item` of 0..n_attend_items()-1. With one chunk it writes `out` itself, else
-// `partials`.
+// `partials`. Adds to `counts` unless it is null; one per thread.
 // NaN or infinity in a block or a query spoils that KV head's rows and nothing else.
 void Attend(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer, const float* q,
-            int item, std::byte* scratch, float* partials, float* out);
+            int item, std::byte* scratch, float* partials, float* out, KeyCounts* counts = nullptr);
 void Merge(const AttentionPlan& plan, const float* partials, int item, float* out);
 
+// Which tokens are refined: bit t of tokens[(kv_head * n_tiles + tile) * n_pages + page].
+struct Refined {
+  int tile_queries = 0;
+  int n_tiles = 0;
+  std::vector<uint32_t> tokens;
+};
+
 // The same in double precision over decoded blocks, one row at a time, with the keys of moved pages rotated instead of the
-// queries; for tests. out as above.
+// queries; for tests. out as above. Without `refined` no refinement plane is read.
 void AttendReference(const AttentionShape& shape, std::span<const PageRef> pages, int n_layers, int layer,
-                     const float* q, int n_queries, float* out, const Rope* rope = nullptr);
+                     const float* q, int n_queries, float* out, const Rope* rope = nullptr,
+                     const Refined* refined = nullptr);
+// The plan's rule in double precision. `margin`: how far the nearest score is from its threshold.
+Refined RefinedByReference(const AttentionPlan& plan, std::span<const PageRef> pages, int n_layers, int layer,
+                           const float* q, const Rope* rope, double* margin);
 
 }  // namespace qkv

@@ -8,10 +8,12 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -21,6 +23,8 @@
 #define HWY_WANT_AVX3_DL 1  // as attend.cc
 #include "hwy/highway.h"
 #include "qkv/attention/scratch.h"
+#include "qkv/codec/frame.h"
+#include "qkv/codec/half.h"
 
 namespace qkv {
 namespace {
@@ -33,43 +37,41 @@ constexpr double kFloatTolerance = 2e-6;
 // Integer codes: queries and weights are rounded to 14 bits and a sign or better.
 constexpr double kCodesTolerance = 1e-3;
 
-constexpr std::array kAllCodecs = {CodecId::kF16,      CodecId::kI8, CodecId::kI8Channel,
-                                   CodecId::kI8Tensor, CodecId::kI4, CodecId::kI4Z};
+constexpr std::array kAllCodecs = {CodecId::kF16, CodecId::kI8,  CodecId::kI8Channel, CodecId::kI8Tensor,
+                                   CodecId::kI4,  CodecId::kI4Z, CodecId::k3,         CodecId::k4,
+                                   CodecId::k5,   CodecId::k6,   CodecId::k7,         CodecId::k8};
+constexpr std::array kRotatedCodecs = {CodecId::k3, CodecId::k4, CodecId::k5, CodecId::k6, CodecId::k7, CodecId::k8};
 
 struct PageSpec {
   CodecPair codecs;
   int tokens = kPageTokens;
+  int constants = 0;    // which ones its segment has
+  bool starts = false;  // a sequence starts here: its first token is exact
 };
 
 // Pages with random contents, all layers, as a writer would make them.
 class Context {
  public:
   Context(const Geometry& geometry, const std::vector<PageSpec>& specs, uint32_t seed, float spread = 1)
-      : geometry_(geometry) {
-    std::mt19937 random(seed);
-    std::normal_distribution<float> normal;
-    const size_t dim = static_cast<size_t>(geometry.head_dim);
-    std::vector<float> rows(kPageTokens * dim);
+      : geometry_(geometry), random_(seed), spread_(spread) {
     for (const PageSpec& spec : specs) {
-      const PageLayout layout(geometry, spec.codecs);
-      storage_.push_back(hwy::AllocateAligned<std::byte>(layout.bytes));
-      std::byte* page = storage_.back().get();
-      std::memset(page, 0, layout.bytes);
+      const size_t set = static_cast<size_t>(spec.constants);
+      while (constants_.size() <= set) constants_.push_back(RandomConstants());
+      const bool rotated = CodecOf(spec.codecs.k).rotated || CodecOf(spec.codecs.v).rotated;
+      std::byte* page = NewPage(spec.codecs);
+      std::byte* refinement = spec.codecs.refine ? NewPage(kRefinement) : nullptr;
       for (int layer = 0; layer < geometry.n_layers; ++layer) {
         for (int head = 0; head < geometry.n_kv_heads; ++head) {
           for (Side side : {Side::kK, Side::kV}) {
-            for (size_t i = 0; i < static_cast<size_t>(spec.tokens) * dim; ++i) {
-              // Channels 3, 20, 37… are outliers in K, and V has a mean, as in real models.
-              rows[i] = normal(random) * (side == Side::kK ? spread * (i % dim % 17 == 3 ? 3.0f : 1.0f) : 1.0f) +
-                        (side == Side::kV ? 0.25f : 0.0f);
-            }
-            CodecOf(side == Side::kK ? spec.codecs.k : spec.codecs.v)
-                .encode(side, rows.data(), spec.tokens, geometry.head_dim,
-                        page + layout.BlockOffset(side, layer, head));
+            WriteBlock(spec, side, layer, head, page, refinement);
           }
         }
       }
-      pages_.push_back({page, spec.codecs, spec.tokens});
+      PageRef ref{page, spec.codecs, spec.tokens};
+      if (rotated) ref.constants = reinterpret_cast<const std::byte*>(constants_[set].data());
+      ref.exact_first = rotated && spec.starts;
+      ref.refinement = refinement;
+      pages_.push_back(ref);
     }
   }
 
@@ -77,18 +79,73 @@ class Context {
   const std::vector<PageRef>& pages() const { return pages_; }
   const Geometry& geometry() const { return geometry_; }
   std::byte* block(size_t page, Side side, int layer, int head) {
-    return storage_[page].get() + PageLayout(geometry_, pages_[page].codecs).BlockOffset(side, layer, head);
+    return const_cast<std::byte*>(pages_[page].data) +
+           PageLayout(geometry_, pages_[page].codecs).BlockOffset(side, layer, head);
+  }
+  std::byte* refinement_block(size_t page, Side side, int layer, int head) {
+    return const_cast<std::byte*>(pages_[page].refinement) +
+           PageLayout(geometry_, kRefinement).BlockOffset(side, layer, head);
   }
 
  private:
+  static constexpr CodecPair kRefinement{CodecId::kRefine4, CodecId::kRefine4};
+
+  std::byte* NewPage(CodecPair codecs) {
+    const PageLayout layout(geometry_, codecs);
+    storage_.push_back(hwy::AllocateAligned<std::byte>(layout.bytes));
+    std::memset(storage_.back().get(), 0, layout.bytes);
+    return storage_.back().get();
+  }
+
+  std::vector<uint16_t> RandomConstants() {
+    std::vector<uint16_t> halves(ConstantOffset(geometry_, geometry_.n_layers, 0, Constant::kMeanK) / 2);
+    for (uint16_t& half : halves) half = HalfFromFloat(spread_ * normal_(random_));
+    return halves;
+  }
+
+  void WriteBlock(const PageSpec& spec, Side side, int layer, int head, std::byte* page, std::byte* refinement) {
+    const size_t dim = static_cast<size_t>(geometry_.head_dim), n = static_cast<size_t>(spec.tokens) * dim;
+    std::vector<float> rows(n);
+    for (size_t i = 0; i < n; ++i) {
+      // Channels 3, 20, 37… are outliers in K, and V has a mean, as in real models.
+      rows[i] = normal_(random_) * (side == Side::kK ? spread_ * (i % dim % 17 == 3 ? 3.0f : 1.0f) : 1.0f) +
+                (side == Side::kV ? 0.25f : 0.0f);
+    }
+    const Codec& codec = CodecOf(side == Side::kK ? spec.codecs.k : spec.codecs.v);
+    std::byte* block = page + PageLayout(geometry_, spec.codecs).BlockOffset(side, layer, head);
+    if (codec.rotated) {
+      std::vector<float> mean(dim);
+      const uint16_t* halves = constants_[static_cast<size_t>(spec.constants)].data() +
+                               ConstantOffset(geometry_, layer, head, Constant::kMeanK) / 2;
+      for (size_t c = 0; c < dim; ++c) mean[c] = FloatFromHalf(halves[c]);
+      for (size_t i = 0; i < n && side == Side::kK; ++i) rows[i] += mean[i % dim];
+      ToRotated(rows.data(), spec.tokens, geometry_.head_dim, side == Side::kK ? mean.data() : nullptr, rows.data());
+      if (spec.starts) std::fill_n(rows.data(), dim, 0.0f);
+    }
+    codec.encode(side, rows.data(), spec.tokens, geometry_.head_dim, block);
+    if (refinement == nullptr) return;
+    std::vector<float> coarse(n);
+    codec.decode(side, block, spec.tokens, geometry_.head_dim, coarse.data());
+    for (size_t i = 0; i < n; ++i) rows[i] -= coarse[i];
+    CodecOf(CodecId::kRefine4)
+        .encode(side, rows.data(), spec.tokens, geometry_.head_dim,
+                refinement + PageLayout(geometry_, kRefinement).BlockOffset(side, layer, head));
+  }
+
   Geometry geometry_;
+  std::mt19937 random_;
+  std::normal_distribution<float> normal_;
+  float spread_;
   std::vector<hwy::AlignedFreeUniquePtr<std::byte[]>> storage_;
+  std::vector<std::vector<uint16_t>> constants_;
   std::vector<PageRef> pages_;
 };
 
+// The first token starts a sequence.
 std::vector<PageSpec> PagesOf(int n_keys, CodecPair codecs) {
   std::vector<PageSpec> specs;
   for (; n_keys > 0; n_keys -= kPageTokens) specs.push_back({codecs, std::min(n_keys, kPageTokens)});
+  specs.front().starts = true;
   return specs;
 }
 
@@ -107,14 +164,14 @@ std::vector<float> RandomQueries(const AttentionShape& shape, int n_queries, uin
 
 // Runs a step in the given order of items. Output and partials start as NaN, so that what no item writes shows.
 std::vector<float> RunStep(const AttentionPlan& plan, const Context& context, int layer, const std::vector<float>& q,
-                           const std::vector<int>& order) {
+                           const std::vector<int>& order, KeyCounts* counts = nullptr) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   std::vector<float> out(q.size(), nan), partials(plan.partial_floats(), nan);
   auto scratch = hwy::AllocateAligned<std::byte>(plan.scratch_bytes());
   std::memset(scratch.get(), 0xff, plan.scratch_bytes());
   for (int item : order) {
     Attend(plan, context.pages(), context.geometry().n_layers, layer, q.data(), item, scratch.get(), partials.data(),
-           out.data());
+           out.data(), counts);
   }
   for (int item = 0; item < plan.n_merge_items(); ++item) Merge(plan, partials.data(), item, out.data());
   return out;
@@ -295,6 +352,9 @@ void ExpectAsReference(const Context& context, int group, int n_queries, int lay
 TEST_P(Attention, EqualsTheReferenceForEveryCodecPair) {
   for (CodecId k : kAllCodecs) {
     for (CodecId v : kAllCodecs) {
+      // Of the rotated ones each with each, and with one that is not.
+      const bool mixed = CodecOf(k).rotated != CodecOf(v).rotated;
+      if (mixed && k != CodecId::kI8 && v != CodecId::kI4) continue;
       for (int head_dim : {64, 80, 128}) {
         if (slow() && head_dim != 80) continue;
         SCOPED_TRACE(ToString(CodecPair{k, v}));
@@ -318,9 +378,9 @@ TEST_P(Attention, EqualsTheReferenceForRandomShapesAndMixedPages) {
     std::vector<PageSpec> specs;
     for (int keys = 0; keys < n_keys;) {
       const int tokens = std::min(between(0, 2) == 0 ? between(1, kPageTokens) : kPageTokens, n_keys - keys);
-      const CodecId k = kAllCodecs[static_cast<size_t>(between(0, 5))];
-      const CodecId v = kAllCodecs[static_cast<size_t>(between(0, 5))];
-      specs.push_back({{k, v}, tokens});
+      const CodecId k = kAllCodecs[static_cast<size_t>(between(0, 11))];
+      const CodecId v = kAllCodecs[static_cast<size_t>(between(0, 11))];
+      specs.push_back({{k, v}, tokens, between(0, 2), keys == 0 || between(0, 9) == 0});
       keys += tokens;
     }
     const Context context(geometry, specs, seed);
@@ -340,9 +400,14 @@ TEST_P(Attention, EqualsTheReferenceForMovedSpansAndHiddenTokens) {
     const Geometry geometry{1, between(1, 2), kHeadDims[static_cast<size_t>(between(0, 4))]};
     const bool half = i % 2 == 0;
     const CodecPair codecs = half ? CodecPair{CodecId::kF16, CodecId::kF16}
-                                  : CodecPair{kAllCodecs[static_cast<size_t>(between(1, 5))], CodecId::kI8};
+                                  : CodecPair{kAllCodecs[static_cast<size_t>(between(1, 11))], CodecId::kI8};
     const int n_keys = between(33, 400);
-    Context context(geometry, PagesOf(n_keys, codecs), seed);
+    std::vector<PageSpec> specs = PagesOf(n_keys, codecs);
+    for (PageSpec& spec : specs) {
+      spec.constants = between(0, 2);
+      spec.starts = between(0, 2) == 0;
+    }
+    Context context(geometry, specs, seed);
     Rope rope;
     rope.pairs = between(0, 1) == 0 ? Rope::Pairs::kInterleaved : Rope::Pairs::kHalves;
     const int rotary_dims = between(0, 3) == 0 ? geometry.head_dim / 2 : geometry.head_dim;
@@ -377,7 +442,7 @@ TEST_P(Attention, EqualsTheReferenceForEveryNumberOfRows) {
 }
 
 TEST_P(Attention, KeepsItsPrecisionWhenScoresAreFarApart) {
-  for (CodecId codec : {CodecId::kI8, CodecId::kI4, CodecId::kI4Z}) {
+  for (CodecId codec : {CodecId::kI8, CodecId::kI4, CodecId::kI4Z, CodecId::k3, CodecId::k5, CodecId::k8}) {
     SCOPED_TRACE(CodecOf(codec).name);
     const Context context({1, 1, 64}, PagesOf(500, {codec, codec}), 21, /*spread=*/4);
     ExpectAsReference(context, 4, 1, 0, 22);
@@ -404,35 +469,38 @@ TEST_P(Attention, MergesChunksToWhatOneChunkGives) {
 
 TEST_P(Attention, GivesTheSameBitsInAnyOrderAndOnAnyNumberOfThreads) {
   const Geometry geometry{1, 3, 64};
-  const Context context(geometry, PagesOf(1500, {CodecId::kI8, CodecId::kI8}), 41);
-  for (int n_queries : {1, 50}) {
-    const AttentionShape shape = ShapeOf(geometry, 3);
-    const std::vector<float> q = RandomQueries(shape, n_queries, 42);
-    const AttentionPlan plan(shape, n_queries, context.pages());
-    ASSERT_GT(plan.n_attend_items(), 5);
-    const std::vector<float> expected = RunStep(plan, context, 0, q);
+  const Context plain(geometry, PagesOf(1500, {CodecId::kI8, CodecId::kI8}), 41);
+  const Context progressive(geometry, PagesOf(1500, {CodecId::k4, CodecId::k4, /*refine=*/true}), 41);
+  for (const Context* of : {&plain, &progressive})
+    for (int n_queries : {1, 50}) {
+      const Context& context = *of;
+      const AttentionShape shape = ShapeOf(geometry, 3);
+      const std::vector<float> q = RandomQueries(shape, n_queries, 42);
+      const AttentionPlan plan(shape, n_queries, context.pages(), nullptr, /*refine_threshold=*/3);
+      ASSERT_GT(plan.n_attend_items(), 5);
+      const std::vector<float> expected = RunStep(plan, context, 0, q);
 
-    std::vector<int> order = InOrder(plan.n_attend_items());
-    std::shuffle(order.begin(), order.end(), std::mt19937(43));
-    EXPECT_TRUE(SameBits(RunStep(plan, context, 0, q, order), expected));
+      std::vector<int> order = InOrder(plan.n_attend_items());
+      std::shuffle(order.begin(), order.end(), std::mt19937(43));
+      EXPECT_TRUE(SameBits(RunStep(plan, context, 0, q, order), expected));
 
-    for (int n_threads : {2, 5}) {
-      std::vector<float> out(q.size()), partials(plan.partial_floats());
-      std::atomic<int> next_item{0};
-      std::vector<std::thread> threads;
-      for (int i = 0; i < n_threads; ++i) {
-        threads.emplace_back([&] {
-          auto scratch = hwy::AllocateAligned<std::byte>(plan.scratch_bytes());
-          for (int item; (item = next_item++) < plan.n_attend_items();) {
-            Attend(plan, context.pages(), 1, 0, q.data(), item, scratch.get(), partials.data(), out.data());
-          }
-        });
+      for (int n_threads : {2, 5}) {
+        std::vector<float> out(q.size()), partials(plan.partial_floats());
+        std::atomic<int> next_item{0};
+        std::vector<std::thread> threads;
+        for (int i = 0; i < n_threads; ++i) {
+          threads.emplace_back([&] {
+            auto scratch = hwy::AllocateAligned<std::byte>(plan.scratch_bytes());
+            for (int item; (item = next_item++) < plan.n_attend_items();) {
+              Attend(plan, context.pages(), 1, 0, q.data(), item, scratch.get(), partials.data(), out.data());
+            }
+          });
+        }
+        for (std::thread& thread : threads) thread.join();
+        for (int item = 0; item < plan.n_merge_items(); ++item) Merge(plan, partials.data(), item, out.data());
+        EXPECT_TRUE(SameBits(out, expected));
       }
-      for (std::thread& thread : threads) thread.join();
-      for (int item = 0; item < plan.n_merge_items(); ++item) Merge(plan, partials.data(), item, out.data());
-      EXPECT_TRUE(SameBits(out, expected));
     }
-  }
 }
 
 // Each key's value is its own position, and a query's score with a key grows steeply with the key's position: a query
@@ -468,20 +536,119 @@ TEST_P(Attention, ShowsEachQueryExactlyTheKeysUpToItsPosition) {
   }
 }
 
+// ---- Progressive pages
+
+struct RefinedCase {
+  Context context;
+  AttentionShape shape;
+  int n_queries;
+  std::vector<float> q;
+};
+
+// Random pages, most of them with a refinement plane, and fp16 ones behind them.
+RefinedCase RandomRefinedCase(uint32_t seed, bool many_rows) {
+  std::mt19937 random(seed);
+  const auto between = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  constexpr std::array kHeadDims = {64, 80, 96, 128, 256};
+  const Geometry geometry{between(1, 2), between(1, 2), kHeadDims[static_cast<size_t>(between(0, 4))]};
+  const CodecId k = kRotatedCodecs[static_cast<size_t>(between(0, 2))],
+                v = kRotatedCodecs[static_cast<size_t>(between(0, 2))];
+  const int n_keys = many_rows ? between(50, 100) : between(33, 500);
+  std::vector<PageSpec> specs;
+  for (int keys = 0; keys < n_keys;) {
+    const int tokens = std::min(between(0, 3) == 0 ? between(1, kPageTokens) : kPageTokens, n_keys - keys);
+    const bool refine = between(0, 5) != 0;
+    specs.push_back({{k, v, refine}, tokens, keys > n_keys / 2 ? 1 : 0, keys == 0});
+    keys += tokens;
+  }
+  if (between(0, 1) == 0) specs.push_back({{CodecId::kF16, CodecId::kF16}, between(1, kPageTokens)});
+  const int group = between(1, 3);
+  const int n_queries = many_rows ? 33 / group + 1 : between(1, 2);
+  Context context(geometry, specs, seed);
+  const AttentionShape shape = ShapeOf(geometry, group);
+  return {std::move(context), shape, n_queries, RandomQueries(shape, n_queries, seed)};
+}
+
+TEST_P(Attention, RefinesTheTokensThatTheRuleNames) {
+  const int n_cases = slow() ? 8 : 40;
+  int64_t total_refined = 0, total_seen = 0;
+  for (int i = 0; i < n_cases; ++i) {
+    SCOPED_TRACE(i);
+    const uint32_t seed = 7000u + static_cast<uint32_t>(i);
+    const RefinedCase c = RandomRefinedCase(seed, i % 2 == 1);
+    const int layer = c.context.geometry().n_layers - 1, n_layers = c.context.geometry().n_layers;
+    // A threshold that no score is so close to that rounding decides.
+    std::optional<AttentionPlan> plan;
+    Refined refined;
+    double margin = 0;
+    for (int attempt = 0; attempt < 30; ++attempt) {
+      const float threshold = 0.5f + 0.13f * static_cast<float>(attempt);
+      AttentionPlan at(c.shape, c.n_queries, c.context.pages(), nullptr, threshold);
+      if (i % 3 == 0) at = Rechunked(at, c.context, 4);
+      double margin_at;
+      const Refined refined_at =
+          RefinedByReference(at, c.context.pages(), n_layers, layer, c.q.data(), nullptr, &margin_at);
+      if (margin_at <= margin) continue;
+      margin = margin_at;
+      refined = refined_at;
+      plan = at;
+    }
+    ASSERT_GT(margin, 3e-4);
+    std::vector<float> expected(c.q.size());
+    AttendReference(c.shape, c.context.pages(), n_layers, layer, c.q.data(), c.n_queries, expected.data(), nullptr,
+                    &refined);
+    KeyCounts counts;
+    const std::vector<float> found = RunStep(*plan, c.context, layer, c.q, InOrder(plan->n_attend_items()), &counts);
+    EXPECT_THAT(RelativeRms(found, expected), Le(kCodesTolerance));
+    uint64_t n_refined = 0;
+    for (uint32_t tokens : refined.tokens) n_refined += static_cast<uint64_t>(std::popcount(tokens));
+    EXPECT_EQ(counts.refined, n_refined);
+    total_refined += static_cast<int64_t>(counts.refined);
+    total_seen += static_cast<int64_t>(counts.seen);
+  }
+  EXPECT_GT(total_refined, total_seen / 50);  // or it would test nothing
+  EXPECT_LT(total_refined, total_seen);
+}
+
+TEST_P(Attention, RefinesNothingOrEverythingAtTheEndsOfTheThreshold) {
+  for (bool many_rows : {false, true}) {
+    const RefinedCase c = RandomRefinedCase(7100, many_rows);
+    const int n_layers = c.context.geometry().n_layers;
+    for (float threshold : {-1.0f, 1e6f}) {
+      const AttentionPlan plan(c.shape, c.n_queries, c.context.pages(), nullptr, threshold);
+      double margin;
+      const Refined refined = RefinedByReference(plan, c.context.pages(), n_layers, 0, c.q.data(), nullptr, &margin);
+      std::vector<float> expected(c.q.size());
+      AttendReference(c.shape, c.context.pages(), n_layers, 0, c.q.data(), c.n_queries, expected.data(), nullptr,
+                      threshold < 0 ? nullptr : &refined);
+      KeyCounts counts;
+      EXPECT_THAT(RelativeRms(RunStep(plan, c.context, 0, c.q, InOrder(plan.n_attend_items()), &counts), expected),
+                  Le(kCodesTolerance));
+      EXPECT_EQ(counts.refined, threshold < 0 ? 0 : counts.seen);
+      EXPECT_EQ(counts.seen > 0, threshold > 0);
+    }
+  }
+}
+
 TEST_P(Attention, SurvivesBytesThatNoWriterMakesAndSpoilsOnlyTheirHead) {
   const Geometry geometry{1, 2, 64};
   for (CodecId codec : kAllCodecs) {
     for (int n_queries : {1, 30}) {
       SCOPED_TRACE(CodecOf(codec).name);
-      Context context(geometry, PagesOf(100, {codec, codec}), 61);
+      Context context(geometry, PagesOf(100, {codec, codec, CodecOf(codec).rotated}), 61);
       const AttentionShape shape = ShapeOf(geometry, 3);
       const std::vector<float> q = RandomQueries(shape, n_queries, 62);
-      const AttentionPlan plan(shape, n_queries, context.pages());
+      const AttentionPlan plan(shape, n_queries, context.pages(), nullptr, /*refine_threshold=*/3);
       const std::vector<float> before = RunStep(plan, context, 0, q);
       for (uint8_t fill : {uint8_t{0xff}, uint8_t{0x7c}, uint8_t{0x80}}) {  // halves: NaN, huge, tiny negative
         const size_t bytes = CodecOf(codec).block_bytes(64);
         std::memset(context.block(1, Side::kK, 0, 0), fill, bytes);
         std::memset(context.block(1, Side::kV, 0, 0), fill, bytes);
+        if (context.pages()[1].refinement != nullptr) {
+          const size_t more = CodecOf(CodecId::kRefine4).block_bytes(64);
+          std::memset(context.refinement_block(1, Side::kK, 0, 0), fill, more);
+          std::memset(context.refinement_block(1, Side::kV, 0, 0), fill, more);
+        }
         const std::vector<float> after = RunStep(plan, context, 0, q);
         for (int query = 0; query < n_queries; ++query) {
           const size_t other_head = static_cast<size_t>((query * shape.n_heads + 3) * 64);

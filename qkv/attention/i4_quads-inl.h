@@ -65,8 +65,14 @@ struct QuadSum {
     (void)codes, (void)high_digits, (void)low_digits;
 #endif
   }
+  HWY_INLINE VI Integer() const {
+    return hn::Add(hn::ShiftLeft<7>(high), low);
+  }
   HWY_INLINE VF Total() const {
-    return hn::ConvertTo(DF(), hn::Add(hn::ShiftLeft<7>(high), low));
+    return hn::ConvertTo(DF(), Integer());
+  }
+  HWY_INLINE VF Total(int32_t bias) const {
+    return hn::ConvertTo(DF(), hn::Sub(Integer(), hn::Set(DI(), bias)));
   }
 };
 
@@ -89,16 +95,18 @@ HWY_INLINE void SplitQuad(const int16_t* values, int32_t* high_digits, int32_t* 
   *low_digits = static_cast<int32_t>(low);
 }
 
-// Digits of a page's weights, round(weights * scale), in the order of ValuesOfI4Quads; returns the sum of those.
-HWY_INLINE float WeightQuads(const float* weights, const float* scale, int32_t* quads) {
+// Digits of a page's weights, round(weights * scale), in the order of ValuesOfI4Quads, or of ValuesOfBytes; returns the sum
+// of the weights.
+template <bool kBytes>
+HWY_INLINE int WeightQuads(const float* weights, const float* scale, int32_t* quads) {
 #if HWY_TARGET == HWY_AVX3_DL
-  // From two bytes per token (low digit, high digit) in QuantizeWeightRow's order. A byte of codes holds tokens t and t + 2
+  // From two bytes per token (low digit, high digit) in QuantizeWeightRow's order. A byte of i4 holds tokens t and t + 2
   // of 8, and four bytes the tokens 0, 4, 1, 5 (low nibbles) and 2, 6, 3, 7 (high nibbles).
   struct Order {
     constexpr Order() {
       constexpr int kTokens[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
       for (int i = 0; i < 64; ++i) {
-        const int token = i / 16 * 8 + kTokens[i / 8 % 2][i % 4];
+        const int token = kBytes ? i / 8 * 4 + i % 4 : i / 16 * 8 + kTokens[i / 8 % 2][i % 4];
         const int lane = token % 16 / 4 * 8 + token / 16 * 4 + token % 4;
         bytes[i] = static_cast<uint8_t>(2 * lane + (i / 4 % 2 == 0 ? 1 : 0));
       }
@@ -115,8 +123,8 @@ HWY_INLINE float WeightQuads(const float* weights, const float* scale, int32_t* 
   asm("vpermb %[both], %[order], %[both]" : [both] "+v"(both.raw) : [order] "v"(order.raw));
   hn::StoreU(hn::BitCast(DI(), both), DI(), quads);
   VI unused = hn::Zero(DI());
-  return static_cast<float>(hn::GetLane(
-      hn::SumOfLanes(DI(), hn::ReorderWidenMulAccumulate(DI(), values, hn::Set(ds, 1), hn::Zero(DI()), unused))));
+  return hn::GetLane(
+      hn::SumOfLanes(DI(), hn::ReorderWidenMulAccumulate(DI(), values, hn::Set(ds, 1), hn::Zero(DI()), unused)));
 #else
   int16_t values[kPageTokens];
   QuantizeWeightRow(weights, scale, values);
@@ -124,11 +132,11 @@ HWY_INLINE float WeightQuads(const float* weights, const float* scale, int32_t* 
   for (size_t t = 0; t < kPageTokens; t += 8, quads += 4) {
     const int16_t* v = values + t;
     const int16_t low[] = {v[0], v[4], v[1], v[5]}, high[] = {v[2], v[6], v[3], v[7]};
-    SplitQuad(low, quads, quads + 1);
-    SplitQuad(high, quads + 2, quads + 3);
+    SplitQuad(kBytes ? v : low, quads, quads + 1);
+    SplitQuad(kBytes ? v + 4 : high, quads + 2, quads + 3);
     for (size_t i = 0; i < 8; ++i) sum += v[i];
   }
-  return static_cast<float>(sum);
+  return sum;
 #endif
 }
 

@@ -5,6 +5,7 @@
 
 #include "qkv/attention/attention.h"
 #include "qkv/attention/scratch.h"
+#include "qkv/codec/blocks.h"
 
 namespace qkv {
 namespace {
@@ -21,14 +22,16 @@ int DivideUp(int a, int b) {
 }  // namespace
 
 AttentionPlan::AttentionPlan(const AttentionShape& shape, int n_queries, std::span<const PageRef> pages,
-                             const Rope* rope)
-    : shape(shape), n_queries(n_queries), n_pages(static_cast<int>(pages.size())) {
+                             const Rope* rope, float refine_threshold)
+    : shape(shape), n_queries(n_queries), n_pages(static_cast<int>(pages.size())), refine_threshold(refine_threshold) {
   QKV_CHECK(shape.n_kv_heads > 0 && shape.n_heads > 0 && shape.n_heads % shape.n_kv_heads == 0);
   QKV_CHECK(group() <= kMaxQueryGroup);
   QKV_CHECK(shape.head_dim >= kMinHeadDim && shape.head_dim <= kMaxHeadDim && shape.head_dim % 16 == 0);
   for (const PageRef& page : pages) {
     QKV_CHECK(page.tokens >= 1 && page.tokens <= kPageTokens);
     n_keys += page.tokens;
+    QKV_CHECK(!page.exact_first || page.constants != nullptr);
+    QKV_CHECK(page.refinement == nullptr || (blocks::IsRotated(page.codecs.k) && blocks::IsRotated(page.codecs.v)));
     if (page.position_offset != 0) AddTurn(page.position_offset, rope);
   }
   QKV_CHECK(n_queries >= 1 && n_queries <= n_keys);
@@ -40,6 +43,7 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, int n_queries, std::sp
   const int wanted_chunks = DivideUp(kWantedItems, shape.n_kv_heads * n_tiles);
   chunk_pages = std::max(DivideUp(n_pages, wanted_chunks), kMinChunkPages);
   chunk_pages = DivideUp(chunk_pages, attention::kGroupPages) * attention::kGroupPages;
+  step_pages = tile_rows() <= attention::kFewRows ? 1 : attention::kGroupPages;
   n_chunks = DivideUp(n_pages, chunk_pages);
 
   chunk_first_key.reserve(static_cast<size_t>(n_chunks));

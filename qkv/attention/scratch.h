@@ -20,7 +20,8 @@ inline constexpr int kTileRows = 96;
 // halves) to fp32, once for all rows.
 inline constexpr int kFewRows = 32;
 inline constexpr int kGroupPages = 4;
-inline constexpr int kScoreStride = kGroupPages * kPageTokens;
+inline constexpr int kRefinedSlot = kGroupPages;  // behind the scores of a step's pages: those of tokens read again
+inline constexpr int kScoreStride = (kGroupPages + 1) * kPageTokens;
 inline constexpr int kMaxI4Groups = kMaxHeadDim / 32;
 inline constexpr int kMaxLanes = 16;  // fp32 lanes of the widest vector
 
@@ -58,6 +59,16 @@ struct Scratch {
     carve(weights, rows * kPageTokens);
     carve(weight_quads, rows * kPageTokens / 2);
     carve(channel_scale, dim);
+    carve(line, dim);
+    carve(q_mean, padded_rows);
+    carve(limits, padded_rows);
+    carve(q_bytes, rows * dim / 2);
+    carve(q_bytes_scale, padded_rows);
+    carve(q_bytes_bias, padded_rows);
+    carve(weight_bias, padded_rows);
+    carve(expanded, kPageTokens * dim + 64);
+    carve(refined, kGroupPages * kPageTokens);
+    carve(refined_rows, few ? 0 : kPageTokens * dim);
   }
 
   size_t bytes = 0;
@@ -91,6 +102,18 @@ struct Scratch {
   int16_t* weights = nullptr;        // [rows][32]
   int32_t* weight_quads = nullptr;   // [rows][4 groups of 8 tokens][2 nibbles][2 digits], four s8 each
   float* channel_scale = nullptr;    // [head_dim]
+
+  // For rotated pages and refinement planes.
+  float* line = nullptr;            // [head_dim], some row
+  float* q_mean = nullptr;          // [rows], queries times the mean of the keys
+  float* limits = nullptr;          // [rows], scores from which on a token is refined
+  int32_t* q_bytes = nullptr;       // [head_dim / 4][2 digits][rows of the block] per block, four s8 each
+  float* q_bytes_scale = nullptr;   // [rows]
+  int32_t* q_bytes_bias = nullptr;  // [rows]
+  int32_t* weight_bias = nullptr;   // [rows]
+  uint8_t* expanded = nullptr;      // [32 * head_dim] codes of a block, a byte each, in the order of i8
+  uint8_t* refined = nullptr;       // the step's refined tokens, each as 32 * slot + token
+  int8_t* refined_rows = nullptr;   // [32][head_dim], codes of refined tokens, where there are many rows
 };
 
 }  // namespace qkv::attention

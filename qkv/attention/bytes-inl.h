@@ -1,0 +1,146 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+
+// As i8-inl.h, for few rows and CPUs that multiply four pairs of bytes per 32-bit lane (see QuadSum): kernels on expanded
+// codes (expand-inl.h), one signed byte each in the order of i8, plus kCodeBias.
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "qkv/attention/scratch.h"
+
+#if defined(QKV_ATTENTION_BYTES_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef QKV_ATTENTION_BYTES_INL_H_
+#undef QKV_ATTENTION_BYTES_INL_H_
+#else
+#define QKV_ATTENTION_BYTES_INL_H_
+#endif
+
+#include "hwy/highway.h"
+#include "qkv/attention/i4_quads-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace qkv::attention {
+namespace HWY_NAMESPACE {
+
+// VNNI takes codes as unsigned bytes, Arm's dot product as signed ones. Bound: 255 * 16319 * head_dim <= 2^30.
+inline constexpr int kCodeBias = HWY_TARGET == HWY_AVX3_DL ? 128 : 0;
+using VU16 = hn::Vec<hn::RebindToUnsigned<DS>>;
+
+HWY_INLINE VU16 LoadCodes(const uint8_t* p) {
+  return hn::BitCast(hn::RebindToUnsigned<DS>(), hn::LoadU(hn::Repartition<uint8_t, DF>(), p));
+}
+
+// Pairs of bytes of `a` and `b` side by side: the first half of the pairs, then the second one.
+struct PairLines {
+#if HWY_TARGET == HWY_AVX3_DL
+  HWY_INLINE PairLines() {
+    alignas(64) uint16_t order[32];
+    for (size_t i = 0; i < 32; ++i) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
+    lower = hn::Load(hn::RebindToUnsigned<DS>(), order);
+    upper = hn::Add(lower, hn::Set(hn::RebindToUnsigned<DS>(), 16));
+  }
+  HWY_INLINE VU16 Lower(VU16 a, VU16 b) const {
+    return VU16{_mm512_permutex2var_epi16(a.raw, lower.raw, b.raw)};
+  }
+  HWY_INLINE VU16 Upper(VU16 a, VU16 b) const {
+    return VU16{_mm512_permutex2var_epi16(a.raw, upper.raw, b.raw)};
+  }
+  VU16 lower, upper;
+#else
+  HWY_INLINE VU16 Lower(VU16 a, VU16 b) const {
+    return hn::InterleaveLower(a, b);
+  }
+  HWY_INLINE VU16 Upper(VU16 a, VU16 b) const {
+    return hn::InterleaveUpper(hn::RebindToUnsigned<DS>(), a, b);
+  }
+#endif
+};
+inline constexpr size_t kLineVectorBytes = 4 * kLanes;
+inline constexpr size_t kPairTokens = 2 * kLanes;  // or channels, of one vector of codes
+
+// Codes [dim / 2][32 tokens][2]; q [dim / 4][2 digits][R], four channels side by side;
+// scores = (integer sum - q_bias[row]) * q_scale[row] * token_scale[t] + mean[row].
+struct ScoresOfBytes {
+  template <size_t R, size_t... I>
+  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT q, const uint8_t* HWY_RESTRICT k, size_t dim,
+                              const float* HWY_RESTRICT q_scale, const int32_t* HWY_RESTRICT q_bias,
+                              const float* HWY_RESTRICT mean, const float* HWY_RESTRICT token_scale,
+                              float* HWY_RESTRICT scores, std::index_sequence<I...>) {
+    const DF d;
+    const PairLines lines;
+    QuadSum sum[] = {((void)I, QuadSum())...};
+    for (size_t c = 0; c < dim; c += 4, q += 2 * R, k += 4 * kPageTokens) {
+      const VU16 first = LoadCodes(k), second = LoadCodes(k + 2 * kPageTokens);
+      const VU16 codes[2] = {lines.Lower(first, second), lines.Upper(first, second)};
+      (sum[I].Add(codes[I % 2], q[I / 2], q[R + I / 2]), ...);
+    }
+    (hn::StoreU(hn::MulAdd(sum[I].Total(q_bias[I / 2]),
+                           hn::Mul(hn::Set(d, q_scale[I / 2]), hn::LoadU(d, token_scale + I % 2 * kLanes)),
+                           hn::Set(d, mean[I / 2])),
+                d, scores + I / 2 * kScoreStride + I % 2 * kLanes),
+     ...);
+  }
+
+  template <size_t R>
+  static HWY_NOINLINE void Run(const int32_t* q, const uint8_t* k, size_t dim, const float* q_scale,
+                               const int32_t* q_bias, const float* mean, const float* token_scale, float* scores) {
+    if constexpr (kHasQuads && R <= kMaxQuadRows) {
+      for (size_t t = 0; t < kPageTokens; t += kPairTokens) {
+        Tile<R>(q, k + 2 * t, dim, q_scale, q_bias, mean, token_scale + t, scores + t,
+                std::make_index_sequence<2 * R>());
+      }
+    } else {
+      (void)q, (void)k, (void)dim, (void)q_scale, (void)q_bias, (void)mean, (void)token_scale, (void)scores;
+    }
+  }
+};
+
+// Codes [16 pairs of tokens][dim][2]; weights [R][8][2 digits], four tokens side by side;
+// outputs = outputs * keep + (integer sum - bias[row]) * weight_scale[row].
+// Reads up to 64 bytes behind the codes.
+struct ValuesOfBytes {
+  template <size_t R, size_t V, size_t... I>
+  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT weights, const uint8_t* HWY_RESTRICT v, size_t dim,
+                              const float* HWY_RESTRICT keep, const float* HWY_RESTRICT weight_scale,
+                              const int32_t* HWY_RESTRICT bias, float* HWY_RESTRICT outputs,
+                              std::index_sequence<I...>) {
+    const DF d;
+    const PairLines lines;
+    QuadSum sum[] = {((void)I, QuadSum())...};
+    for (size_t t = 0; t < kPageTokens; t += 4, v += 4 * dim, weights += 2) {
+      const VU16 first = LoadCodes(v), second = LoadCodes(v + 2 * dim);
+      VU16 codes[2];
+      codes[0] = lines.Lower(first, second);
+      if constexpr (V > 1) codes[1] = lines.Upper(first, second);
+      (sum[I].Add(codes[I % V], weights[I / V * 16], weights[I / V * 16 + 1]), ...);
+    }
+    (hn::StoreU(hn::MulAdd(hn::LoadU(d, outputs + I / V * dim + I % V * kLanes), hn::Set(d, keep[I / V]),
+                           hn::Mul(sum[I].Total(bias[I / V]), hn::Set(d, weight_scale[I / V]))),
+                d, outputs + I / V * dim + I % V * kLanes),
+     ...);
+  }
+
+  template <size_t R>
+  static HWY_NOINLINE void Run(const int32_t* weights, const uint8_t* v, size_t dim, const float* keep,
+                               const float* weight_scale, const int32_t* bias, float* outputs) {
+    if constexpr (kHasQuads && R <= kMaxQuadRows) {
+      size_t c = 0;
+      for (; c + kPairTokens <= dim; c += kPairTokens) {
+        Tile<R, 2>(weights, v + 2 * c, dim, keep, weight_scale, bias, outputs + c, std::make_index_sequence<2 * R>());
+      }
+      if (c < dim) {
+        Tile<R, 1>(weights, v + 2 * c, dim, keep, weight_scale, bias, outputs + c, std::make_index_sequence<R>());
+      }
+    } else {
+      (void)weights, (void)v, (void)dim, (void)keep, (void)weight_scale, (void)bias, (void)outputs;
+    }
+  }
+};
+
+}  // namespace HWY_NAMESPACE
+}  // namespace qkv::attention
+HWY_AFTER_NAMESPACE();
+
+#endif  // per-target include guard
