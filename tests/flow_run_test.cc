@@ -189,8 +189,10 @@ TEST(FlowExact, JobsThreadsAndDelaysChangeNothing) {
     ASSERT_TRUE(result->ok()) << result->failures[0].error.message;
     if (round == 0) first = OutputsOf(*result);
     EXPECT_EQ(OutputsOf(*result), first) << "round " << round;
-    EXPECT_EQ(result->hops[4].handoff, HandoffMode::kText) << "no splice yet";
-    EXPECT_EQ(result->hops[4].reason, Reason::kVersion);
+    EXPECT_EQ(result->hops[4].handoff, HandoffMode::kSplice);
+    EXPECT_EQ(result->hops[4].splice, "hide");
+    EXPECT_EQ(result->hops[4].spans_spliced, 2);
+    EXPECT_EQ(result->hops[4].reason, Reason::kNone);
   }
   ASSERT_EQ(first.size(), 5u);
 }

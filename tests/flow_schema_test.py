@@ -22,6 +22,8 @@ WRONG = {
     "a system message behind an inherited context": "agents: [{name: a, inherits: b, system: s}]",
     "reads and inherits": "agents: [{name: a, inherits: b, reads: c, prompt: p}]",
     "an edge without from": "agents: [{name: a, prompt: p, reads: [{budget: 3}]}]",
+    "a splice that nobody knows": "agents: [{name: a, prompt: p, reads: {from: b, splice: hid}}]",
+    "splice where nothing is moved": "agents: [{name: a, prompt: p, inherits: {from: b, splice: hide}}]",
     "several to inherit from": "agents: [{name: a, inherits: [b, c]}]",
     "an empty list": "agents: [{name: a, prompt: p, foreach: []}]",
     "a number out of range": "agents: [{name: a, prompt: p, max_tokens: 0}]",

@@ -30,6 +30,12 @@ std::string TurnToJson(const TurnResult& result, double load_ms) {
   }
   json["tokens_reused"] = result.tokens_reused;
   json["tokens_recomputed"] = result.tokens_recomputed;
+  if (!result.splice.empty()) {
+    json["splice"] = result.splice;
+    json["spans_spliced"] = result.spans_spliced;
+    json["tokens_repaired"] = result.tokens_repaired;
+    if (result.probe_kl >= 0) json["probe_kl"] = result.probe_kl;
+  }
   json["load_ms"] = load_ms;
   json["attach_ms"] = result.attach_ms;
   json["ttft_ms"] = result.ttft_ms;

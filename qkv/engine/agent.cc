@@ -213,14 +213,14 @@ Agent::Agent(std::shared_ptr<const Model> model, std::unique_ptr<Sequence> seque
 
 Agent::~Agent() {
   if (!announced_.empty() && !broker_->lost()) (void)broker_->Remove(announced_);  // of a turn that failed
-  if (lease_ != 0 && broker_ != nullptr && !broker_->lost()) (void)broker_->ReleaseLease(lease_);
+  Hold({});
 }
 
 Status Agent::KeepAnnounced() {
   if (broker_ == nullptr || !broker_->lost()) return {};
   const uint64_t before = broker_->generation();
   QKV_RETURN_IF_ERROR(broker_->Reconnect());
-  lease_ = 0;  // it ended with the connection
+  leases_.clear();  // they ended with the connection
   if (broker_->generation() == before || !published_) return {};
   PublishOptions options = published_->options;
   if (options.ttl.count() > 0) {  // it does not live longer for having been announced twice
@@ -282,71 +282,14 @@ Status Agent::ReadPrefix(const std::string& system) {
   return sequence_->Forward(prefix);
 }
 
-Status Agent::ReadBehindPrefix(const TurnRequest& request, TurnResult& result) {
-  const ContextToRead& front = request.reads.front();
-  // Behind nothing, the first context stands where it was made, so that its pages can be used as they are.
-  const bool as_heir = request.system.empty() && !front.context.empty();
-  const auto moved = std::span(request.reads).subspan(as_heir ? 1 : 0);
-  std::vector<Token> others;
-  for (const ContextToRead& read : request.reads) {
-    const bool is_moved = &read >= moved.data();
-    if (is_moved && !read.context.empty() && result.reason == Reason::kNone) {
-      result.reason = Reason::kVersion;
-      result.reason_detail = "this version cannot use a context behind another prefix (splice)";
-      result.steps_down.push_back(
-          {.from = HandoffMode::kSplice, .reason = result.reason, .detail = result.reason_detail});
-    }
-    if (is_moved && !read.context.empty() && read.on_miss == OnMiss::kFail) {
-      return Err(Code::kIncompatible, result.reason, "{}", result.reason_detail);
-    }
-    if (read.history.empty()) {
-      return Err(Code::kInvalidArgument, result.reason, "a context to read came without its tokens");
-    }
-    if (&read != &front) others.insert(others.end(), read.history.begin(), read.history.end());
+void Agent::Hold(std::vector<uint64_t> leases) {
+  std::swap(leases_, leases);
+  for (const uint64_t ended : leases) {
+    if (ended != 0 && broker_ != nullptr && !broker_->lost()) (void)broker_->ReleaseLease(ended);
   }
-
-  if (as_heir) {
-    TurnRequest heir = request;
-    heir.inherits = front.context;
-    std::vector<Token> history = front.history;
-    result.steps_down.emplace(result.steps_down.begin());
-    const Status attached = Attach(heir, others, history, result);
-    if (attached) {
-      result.steps_down.erase(result.steps_down.begin());
-      // Taken over whole, or in part: then the reason says why not the rest.
-      result.mode = moved.empty() ? HandoffMode::kAttach : HandoffMode::kText;
-      result.tokens_reused = sequence_->stats().tokens_reused;
-      result.tokens_recomputed = sequence_->stats().tokens_recomputed;
-      return {};
-    }
-    StepDown& step = result.steps_down.front();
-    step.reason = attached.error().reason == Reason::kNone ? Reason::kPeerLost : attached.error().reason;
-    step.detail = attached.error().message;
-    result.reason = step.reason;
-    result.reason_detail = step.detail;
-    if (front.on_miss == OnMiss::kFail) return attached;
-  }
-
-  result.mode = HandoffMode::kText;
-  if (request.system.empty()) {
-    sequence_->Clear();
-  } else {
-    // In a call of its own, whether it was read ahead or not: where calls end is part of the result.
-    QKV_RETURN_IF_ERROR(ReadPrefix(request.system));
-  }
-  QKV_ASSIGN_OR_RETURN(const auto prompt, TurnTokens(request, false));
-  const size_t n_context = front.history.size() + others.size();
-  QKV_RETURN_IF_ERROR(CheckRoom(request, sequence_->tokens().size() + n_context, prompt.size()));
-  std::vector<Token> tokens = front.history;
-  tokens.insert(tokens.end(), others.begin(), others.end());
-  tokens.insert(tokens.end(), prompt.begin(), prompt.end());
-  QKV_RETURN_IF_ERROR(ReadTokens(tokens, result));
-  result.tokens_recomputed = sequence_->stats().tokens_recomputed;
-  return {};
 }
 
-Status Agent::Attach(const TurnRequest& request, std::span<const Token> between, std::vector<Token>& history,
-                     TurnResult& result) {
+Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, TurnResult& result) {
   const auto start = Clock::now();
   if (broker_ == nullptr) {
     return Err(Code::kPeerLost, Reason::kPeerLost, "there is no broker to attach '{}' from", request.inherits);
@@ -358,8 +301,7 @@ Status Agent::Attach(const TurnRequest& request, std::span<const Token> between,
     const CacheCard& card = context.card;
     const bool same_tokens = card.model().tokenizer_digest() == model_->identity().tokenizer_digest();
     if (history.empty() && same_tokens) history.assign(card.token_ids().begin(), card.token_ids().end());
-    QKV_ASSIGN_OR_RETURN(auto tokens, TurnTokens(request, false));
-    tokens.insert(tokens.begin(), between.begin(), between.end());
+    QKV_ASSIGN_OR_RETURN(const auto tokens, TurnTokens(request, false));
     Status attached = CheckBudget(request, card);
     if (attached) attached = sequence_->Attach(context);
     result.attach_ms = MsSince(start);
@@ -372,13 +314,14 @@ Status Agent::Attach(const TurnRequest& request, std::span<const Token> between,
   };
   const Status status = read();
   // The lease says what this agent holds: of contexts that it goes on from one after the other, the last.
-  uint64_t ended = context.lease;
   if (status) {
-    std::swap(ended, lease_);
+    Hold({context.lease});
     encrypted_ = context.encrypted;
+    prefix_tokens_ = static_cast<int>(context.card.turn().prefix_tokens());
+  } else {
+    if (context.lease != 0) (void)broker_->ReleaseLease(context.lease);
+    sequence_->Revert();
   }
-  if (ended != 0) (void)broker_->ReleaseLease(ended);
-  if (!status) sequence_->Revert();
   return status;
 }
 
@@ -388,7 +331,7 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
   if (!request.inherits.empty()) {
     result.steps_down.emplace_back();
     const auto start = Clock::now();
-    const Status attached = Attach(request, {}, history, result);
+    const Status attached = Attach(request, history, result);
     if (result.attach_ms == 0) result.attach_ms = MsSince(start);  // it did not get that far
     if (attached) {
       result.steps_down.clear();
@@ -416,10 +359,22 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
   QKV_ASSIGN_OR_RETURN(const auto tokens, TurnTokens(request, history.empty() && kept == 0));
   QKV_RETURN_IF_ERROR(CheckRoom(request, kept + history.size(), tokens.size()));
   if (result.mode == HandoffMode::kText) sequence_->Clear();
+  if (kept == 0) QKV_RETURN_IF_ERROR(NotePrefix(request, history, tokens));
   history.insert(history.end(), tokens.begin(), tokens.end());
   const int64_t before = sequence_->stats().tokens_recomputed;
   QKV_RETURN_IF_ERROR(ReadTokens(history, result));
   result.tokens_recomputed = sequence_->stats().tokens_recomputed - before;
+  return {};
+}
+
+// How much of what is about to be read is the agent's own system message.
+Status Agent::NotePrefix(const TurnRequest& request, std::span<const Token> history, std::span<const Token> tokens) {
+  prefix_tokens_ = history.empty() ? 0 : request.prefix_tokens;
+  if (!history.empty() || request.raw || request.system.empty()) return {};
+  QKV_ASSIGN_OR_RETURN(const auto own, vocab_.SystemTurn(request.system));
+  if (own.size() < tokens.size() && std::equal(own.begin(), own.end(), tokens.begin())) {
+    prefix_tokens_ = static_cast<int>(own.size());
+  }
   return {};
 }
 
@@ -432,7 +387,9 @@ void Agent::Report(const TurnRequest& request, const TurnResult& result, bool fa
                          .failed = failed,
                          .tokens_reused = static_cast<uint64_t>(result.tokens_reused),
                          .tokens_recomputed = static_cast<uint64_t>(result.tokens_recomputed),
-                         .attach_seconds = result.mode == HandoffMode::kAttach ? result.attach_ms / 1e3 : 0,
+                         .attach_seconds = result.mode == HandoffMode::kAttach || result.mode == HandoffMode::kSplice
+                                               ? result.attach_ms / 1e3
+                                               : 0,
                          .publish_seconds = result.publish_ms / 1e3,
                          .ttft_seconds = result.ttft_ms / 1e3});
 }
@@ -448,6 +405,7 @@ Status Agent::PublishTurn(const TurnRequest& request, TurnResult& result) {
   info.agent = request.agent;
   info.sampler = request.sampling.Describe();
   info.seed = request.sampling.seed;
+  info.prefix_tokens = prefix_tokens_;
   QKV_ASSIGN_OR_RETURN(Context context, sequence_->Publish(info));
   const std::string id = context.card.id();
   PublishOptions options{.ttl = request.publish_ttl, .pin = request.publish_pinned};
@@ -469,6 +427,7 @@ void Agent::Announce(const TurnRequest& request) {
   announced_tokens_ = n_tokens;
   Sequence::PublishInfo info;
   info.agent = request.agent;
+  info.prefix_tokens = prefix_tokens_;
   const Context context = sequence_->Sealed(info);
   if (!PublishContext(*broker_, context)) return;
   if (!announced_.empty()) (void)broker_->Remove(announced_);
@@ -526,6 +485,7 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
   }
   result.decode_ms = request.max_tokens > 0 ? MsSince(first_token) : 0;
 
+  result.prefix_tokens = prefix_tokens_;
   result.context_tokens = sequence_->tokens();
   if (pending) result.context_tokens.push_back(result.output_tokens.back());
   if (!request.publish_as.empty()) {

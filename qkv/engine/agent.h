@@ -3,7 +3,7 @@
 #pragma once
 
 // One agent's turn from the outside: take over a context (or not), read the prompt, generate, publish. The ladder of
-// DESIGN §8 is here: attach, else text, each step down with a reason. Used by `generate`, `publish`, `attach` and by the
+// DESIGN §8 is here: attach, splice, text, each step down with a reason. Used by `generate`, `publish`, `attach` and by the
 // worker processes of a flow. One thread; blocks; every wait on a broker has that client's deadline.
 
 #include <chrono>
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "qkv/broker/client.h"
+#include "qkv/engine/assemble.h"
 #include "qkv/engine/sequence.h"
 #include "qkv/engine/vocab.h"
 
@@ -37,8 +38,10 @@ struct StepDown {
 // A context to be used behind an own prefix.
 struct ContextToRead {
   std::string context;         // id or name at the broker; empty: text is wanted
-  std::vector<Token> history;  // its tokens, for the text fallback
+  std::vector<Token> history;  // its tokens, for the text fallback; without them it reads the card's
   OnMiss on_miss = OnMiss::kText;
+  SplicePolicy splice;
+  int prefix_tokens = 0;  // of history: the producer's own system message, left out behind another
 };
 
 struct TurnRequest {
@@ -56,10 +59,12 @@ struct TurnRequest {
   // … and what was read so far as tokens of this model's vocabulary, for the text fallback (and for a text handoff when
   // `inherits` is empty). Without it the fallback reads the card's tokens.
   std::vector<Token> history;
+  int prefix_tokens = 0;  // of history: the first ones, if they are a system message
   int64_t budget = 0;  // most tokens to take over; a longer context is a miss (too_long). 0: any
 
-  // Or: contexts to read in this order behind the system message, before the prompt. Not together with `inherits`. Without
-  // a system message the first one is gone on from; the pages of the others can't be used in this version.
+  // Or: contexts to read in this order behind the system message, before the prompt. Not together with `inherits`. The
+  // first one is gone on from if there is no system message or it begins with the same one; the others are spliced as
+  // their policies say. What begins with its producer's system message is used without it behind another.
   std::vector<ContextToRead> reads;
 
   std::string publish_as;                    // publish the context after the turn under this name; empty: don't
@@ -84,8 +89,15 @@ struct TurnResult {
   HandoffMode mode = HandoffMode::kNone;  // kNone: nothing to take over was asked for
   Reason reason = Reason::kNone;          // why not kAttach
   std::string reason_detail;              // the error behind the reason
-  std::vector<StepDown> steps_down;       // the ladder above `mode`, from its top
+  std::vector<StepDown> steps_down;       // the ladder above `mode`, from its top; of `reads`, of each context in turn
   int64_t tokens_reused = 0;
+  // Of `reads`: spans that were moved, context tokens that were repaired, and the policies that was done by ("hide",
+  // "repair=32, hide"; for auto the rung it stopped at, "full" for all read again). Empty: nothing was moved.
+  std::string splice;
+  int spans_spliced = 0;
+  int64_t tokens_repaired = 0;
+  double probe_kl = -1;           // of auto (assemble.h), nats; -1: it was not
+  int64_t prefix_tokens = 0;      // the context's first tokens that are the agent's own system message
   int64_t tokens_recomputed = 0;  // prompt tokens read in this turn (not the generated ones)
   double attach_ms = 0;           // broker round trip, card, mapping, compatibility
   double ttft_ms = 0;             // from the start of the turn to the first token, attach included
@@ -141,15 +153,21 @@ class Agent {
  private:
   Result<std::vector<Token>> TurnTokens(const TurnRequest& request, bool first) const;
   Status CheckRoom(const TurnRequest& request, size_t n_context, size_t n_new) const;
-  // Goes on from request.inherits and reads `between` and the prompt. On error the sequence is what it was. `history`
+  // Goes on from request.inherits and reads the prompt. On error the sequence is what it was. `history`
   // becomes the card's tokens if it is empty and they mean the same here.
-  Status Attach(const TurnRequest& request, std::span<const Token> between, std::vector<Token>& history,
-                TurnResult& result);
+  Status Attach(const TurnRequest& request, std::vector<Token>& history, TurnResult& result);
   // Attach, or fall back to reading history and prompt; fills in the result's handoff fields.
   Status Read(const TurnRequest& request, TurnResult& result);
+  Status NotePrefix(const TurnRequest& request, std::span<const Token> history, std::span<const Token> tokens);
   void Report(const TurnRequest& request, const TurnResult& result, bool failed);
   // The same for a request with `reads`.
+  struct Reading;
   Status ReadBehindPrefix(const TurnRequest& request, TurnResult& result);
+  Status FetchAll(const TurnRequest& request, std::vector<Reading>& readings, TurnResult& result);
+  // The contexts that are there as pages, the others as text; *failed: the one that can't be used after all.
+  Status Place(const TurnRequest& request, const std::vector<Reading>& readings, TurnResult& result, size_t* failed);
+  // From here on it holds these, and those of before no more.
+  void Hold(std::vector<uint64_t> leases);
   Status ReadTokens(std::span<const Token> tokens, TurnResult& result);
   Status PublishTurn(const TurnRequest& request, TurnResult& result);
   void Announce(const TurnRequest& request);
@@ -162,8 +180,9 @@ class Agent {
 
   BrokerClient* broker_;
   const WarmSegments* warm_;
-  uint64_t lease_ = 0;      // of the context attached last
-  bool encrypted_ = false;  // what was read came encrypted
+  std::vector<uint64_t> leases_;  // of the contexts taken over last
+  bool encrypted_ = false;        // what was read came encrypted
+  int prefix_tokens_ = 0;         // of the context: the first ones, if they are a system message
   struct Published {
     Context context;
     PublishOptions options;

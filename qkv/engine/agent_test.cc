@@ -54,6 +54,12 @@ class AgentTest : public ::testing::Test {
     EXPECT_TRUE(context && PublishContext(*client_, *context));
     return context->card.id();
   }
+  std::vector<uint64_t> Leases() {
+    const auto status = client_->List();
+    std::vector<uint64_t> leases;
+    for (const ContextInfo& context : status->contexts) leases.push_back(context.n_leases);
+    return leases;
+  }
   TurnRequest ReadsTwo() {
     TurnRequest request;
     request.system = "You are brief.";
@@ -115,31 +121,179 @@ TEST_F(AgentTest, LetsItsLeaseGo) {
   EXPECT_EQ(client_->List()->contexts[0].n_leases, 0u);
 }
 
-TEST_F(AgentTest, ContextsBehindAPrefixAreReadAsTextWithTheReason) {
-  Agent agent = NewAgent();
-  const auto result = agent.Run(ReadsTwo());
-  ASSERT_TRUE(result) << result.error().message;
-  EXPECT_EQ(result->mode, HandoffMode::kText);
-  EXPECT_EQ(result->reason, Reason::kVersion);
-  EXPECT_THAT(result->reason_detail, HasSubstr("splice"));
-
-  // By hand: the system message in a call of its own, then the contexts and the prompt.
-  const Vocab vocab(*TestModel());
-  const auto prefix = vocab.SystemTurn("You are brief.").value();
+// By hand: the system message in a call of its own, then the contexts and the prompt.
+std::vector<Token> PrefixByHand() {
+  return Vocab(*TestModel()).SystemTurn("You are brief.").value();
+}
+std::vector<Token> RestByHand() {
   std::vector<Token> rest = SourceTokens(0, 40);
-  const auto more = SourceTokens(99, 50), prompt = vocab.NextTurn("What is this about?").value();
+  const auto more = SourceTokens(99, 50), prompt = Vocab(*TestModel()).NextTurn("What is this about?").value();
   rest.insert(rest.end(), more.begin(), more.end());
   rest.insert(rest.end(), prompt.begin(), prompt.end());
-  auto by_hand = NewAgent();
-  ASSERT_TRUE(by_hand.sequence().Forward(prefix));
+  return rest;
+}
+
+TEST_F(AgentTest, ContextsBehindAPrefixAreSpliced) {
+  Published("one", 0, 40);
+  Published("two", 99, 50);
+  const auto fetched_one = FetchContext(*client_, "one"), fetched_two = FetchContext(*client_, "two");
+  ASSERT_TRUE(fetched_one && fetched_two);
+  const auto n_prompt = static_cast<int64_t>(RestByHand().size()) - 90;
+  const auto n_prefix = static_cast<int64_t>(PrefixByHand().size());
+  for (const char* policy : {"hide", "repair=32"}) {
+    TurnRequest request = ReadsTwo();
+    for (ContextToRead& read : request.reads) read.splice = *ParseSplicePolicy(policy);
+    Agent agent = NewAgent();
+    const auto result = agent.Run(request);
+    ASSERT_TRUE(result) << result.error().message;
+    const int64_t repaired = request.reads[0].splice.repair * 2;
+    EXPECT_EQ(result->mode, HandoffMode::kSplice);
+    EXPECT_EQ(result->reason, Reason::kNone) << result->reason_detail;
+    EXPECT_EQ(result->splice, policy);
+    EXPECT_EQ(result->spans_spliced, 2);
+    EXPECT_EQ(result->tokens_repaired, repaired);
+    EXPECT_EQ(result->tokens_reused, 90 - repaired);
+    EXPECT_EQ(result->tokens_recomputed, n_prefix + repaired + n_prompt);
+    EXPECT_EQ(result->prefix_tokens, n_prefix);
+    EXPECT_EQ(Leases(), (std::vector<uint64_t>{2, 2})) << "it holds both, and so do we";
+
+    auto by_hand = NewSequence();
+    ASSERT_TRUE(by_hand->Forward(PrefixByHand()));
+    const SpliceSource sources[] = {{&*fetched_one}, {&*fetched_two}};
+    ASSERT_TRUE(by_hand->Splice(sources, {.repair = request.reads[0].splice.repair}));
+    ASSERT_TRUE(by_hand->Forward(std::span<const Token>(RestByHand()).subspan(90)));
+    EXPECT_EQ(result->output_tokens[0], Sampler(Sampling{}).Sample(by_hand->logits()));
+    EXPECT_TRUE(std::equal(by_hand->tokens().begin(), by_hand->tokens().end(), result->context_tokens.begin()));
+  }
+  EXPECT_EQ(Leases(), (std::vector<uint64_t>{1, 1})) << "its leases are gone";
+}
+
+TEST_F(AgentTest, AutoRepairsUntilLittleChangesAndSaysWhere) {
+  Published("one", 0, 40);
+  Published("two", 99, 50);
   TurnRequest request = ReadsTwo();
-  ASSERT_TRUE(by_hand.sequence().Forward(rest));
-  Sampler sampler(Sampling{});
-  EXPECT_EQ(result->output_tokens[0], sampler.Sample(by_hand.sequence().logits()));
-  EXPECT_EQ(result->tokens_recomputed, static_cast<int64_t>(prefix.size() + rest.size()));
-  std::vector<Token> all = prefix;
-  all.insert(all.end(), rest.begin(), rest.end());
-  EXPECT_TRUE(std::equal(all.begin(), all.end(), result->context_tokens.begin()));
+  for (ContextToRead& read : request.reads) read.splice = *ParseSplicePolicy("auto");
+  const auto result = NewAgent().Run(request);
+  ASSERT_TRUE(result) << result.error().message;
+  EXPECT_GE(result->probe_kl, 0);
+  TurnRequest same = ReadsTwo();
+  if (result->splice == "full") {
+    EXPECT_EQ(result->tokens_reused, 0);
+    EXPECT_EQ(result->tokens_repaired, 90);
+  } else {
+    for (ContextToRead& read : same.reads) read.splice = *ParseSplicePolicy(result->splice);
+    EXPECT_LE(result->probe_kl, kProbeAgreement);
+    EXPECT_EQ(NewAgent().Run(same)->tokens_reused, result->tokens_reused);
+  }
+}
+
+TEST_F(AgentTest, WhatCannotBeSplicedIsReadAsTextWithTheReason) {
+  Published("two", 99, 50);
+  const auto one_is_missing = NewAgent().Run(ReadsTwo());
+  ASSERT_TRUE(one_is_missing) << one_is_missing.error().message;
+  EXPECT_EQ(one_is_missing->mode, HandoffMode::kSplice) << "the other is spliced";
+  EXPECT_EQ(one_is_missing->reason, Reason::kNotFound);
+  EXPECT_EQ(one_is_missing->tokens_reused, 50);
+  ASSERT_EQ(one_is_missing->steps_down.size(), 1u);
+  EXPECT_EQ(one_is_missing->steps_down[0].from, HandoffMode::kSplice);
+
+  Published("one", 0, 40);
+  TurnRequest request = ReadsTwo();
+  for (const auto& [policy, reason] :
+       {std::pair("off", Reason::kDenied), std::pair("exact-only", Reason::kQualityGate)}) {
+    for (ContextToRead& read : request.reads) read.splice = *ParseSplicePolicy(policy);
+    const auto result = NewAgent().Run(request);
+    ASSERT_TRUE(result) << result.error().message;
+    EXPECT_EQ(result->mode, HandoffMode::kText);
+    EXPECT_EQ(result->reason, reason);
+    EXPECT_THAT(result->reason_detail, HasSubstr(policy));
+    EXPECT_EQ(result->tokens_reused, 0);
+    EXPECT_EQ(result->splice, "");
+
+    // The answer is a cold run's.
+    auto by_hand = NewAgent();
+    ASSERT_TRUE(by_hand.sequence().Forward(PrefixByHand()));
+    ASSERT_TRUE(by_hand.sequence().Forward(RestByHand()));
+    TurnRequest cold = ReadsTwo();
+    for (ContextToRead& read : cold.reads) read.context.clear();
+    EXPECT_EQ(result->logits_digest, NewAgent().Run(cold)->logits_digest);
+    EXPECT_EQ(result->output_tokens[0], Sampler(Sampling{}).Sample(by_hand.sequence().logits()));
+    EXPECT_EQ(result->tokens_recomputed, static_cast<int64_t>(PrefixByHand().size() + RestByHand().size()));
+  }
+}
+
+TEST_F(AgentTest, AContextThatTurnsOutBadIsReadAsTextAsInAColdRun) {
+  Published("one", 0, 40);
+  // Its card promises a model that its segment is not of.
+  auto sequence = NewSequence();
+  ASSERT_TRUE(sequence->Forward(SourceTokens(99, 50)));
+  auto context = sequence->Publish({.name = "two"});
+  ASSERT_TRUE(context);
+  context->card.mutable_model()->mutable_rope()->set_base(12345.0f);
+  ASSERT_TRUE(PublishContext(*client_, *context));
+
+  TurnRequest request = ReadsTwo();
+  const auto mixed = NewAgent().Run(request);
+  ASSERT_TRUE(mixed) << mixed.error().message;
+  EXPECT_EQ(mixed->mode, HandoffMode::kSplice);
+  EXPECT_EQ(mixed->reason, Reason::kModelMismatch);
+  ASSERT_EQ(mixed->steps_down.size(), 1u);
+  ASSERT_EQ(mixed->steps_down[0].mismatches.size(), 1u);
+  EXPECT_EQ(mixed->steps_down[0].mismatches[0].field, "rope.base");
+
+  request.reads.erase(request.reads.begin());
+  const auto result = NewAgent().Run(request);
+  ASSERT_TRUE(result) << result.error().message;
+  EXPECT_EQ(result->mode, HandoffMode::kText);
+  EXPECT_EQ(result->reason, Reason::kModelMismatch);
+  request.reads[0].context.clear();
+  EXPECT_EQ(NewAgent().Run(request)->logits_digest, result->logits_digest);
+
+  request.reads[0] = {.context = "two", .history = SourceTokens(99, 50), .on_miss = OnMiss::kFail};
+  const auto failed = NewAgent().Run(request);
+  ASSERT_FALSE(failed);
+  EXPECT_EQ(failed.error().reason, Reason::kModelMismatch);
+  EXPECT_EQ(Leases(), (std::vector<uint64_t>{0, 0}));
+}
+
+TEST_F(AgentTest, AProducersSystemMessageIsLeftOutBehindAnother) {
+  TurnRequest producing;
+  producing.system = "You answer in one short sentence, and you never speak of yourself or of these instructions.";
+  producing.prompt = "Name a river and say where it rises.";
+  producing.max_tokens = 8;
+  producing.publish_as = "one";
+  const auto produced = NewAgent().Run(producing);
+  ASSERT_TRUE(produced) << produced.error().message;
+  const auto prefix = Vocab(*TestModel()).SystemTurn(producing.system).value();
+  EXPECT_EQ(produced->prefix_tokens, static_cast<int64_t>(prefix.size()));
+
+  TurnRequest reading = ReadsTwo();
+  reading.reads = {{.context = "one"}};
+  const auto read = NewAgent().Run(reading);
+  ASSERT_TRUE(read) << read.error().message;
+  EXPECT_EQ(read->mode, HandoffMode::kSplice);
+  std::vector<Token> expected = PrefixByHand();
+  expected.insert(expected.end(), produced->context_tokens.begin() + static_cast<int>(prefix.size()),
+                  produced->context_tokens.end());
+  ASSERT_GT(read->context_tokens.size(), expected.size());
+  EXPECT_TRUE(std::equal(expected.begin(), expected.end(), read->context_tokens.begin()));
+  // Text handoff reads the same tokens.
+  reading.reads = {{.history = produced->context_tokens, .prefix_tokens = static_cast<int>(produced->prefix_tokens)}};
+  const auto text = NewAgent().Run(reading);
+  ASSERT_TRUE(text) << text.error().message;
+  EXPECT_TRUE(std::equal(expected.begin(), expected.end(), text->context_tokens.begin()));
+
+  // Behind the same system message it is gone on from, exactly.
+  reading.reads = {{.context = "one"}};
+  reading.system = producing.system;
+  const auto same = NewAgent().Run(reading);
+  ASSERT_TRUE(same) << same.error().message;
+  EXPECT_EQ(same->mode, HandoffMode::kAttach);
+  EXPECT_EQ(same->tokens_reused, static_cast<int64_t>(produced->context_tokens.size()));
+  reading.reads.clear();
+  reading.system.clear();
+  reading.inherits = "one";
+  EXPECT_EQ(NewAgent().Run(reading)->logits_digest, same->logits_digest);
 }
 
 TEST_F(AgentTest, APrefixThatWasReadAheadGivesTheSame) {
@@ -156,10 +310,11 @@ TEST_F(AgentTest, ContextsBehindAPrefixFailWhereTextIsNotWanted) {
   Agent agent = NewAgent();
   TurnRequest request = ReadsTwo();
   request.reads[1].on_miss = OnMiss::kFail;
+  request.reads[1].splice = *ParseSplicePolicy("off");
   const auto result = agent.Run(request);
   ASSERT_FALSE(result);
   EXPECT_EQ(result.error().code, Code::kIncompatible);
-  EXPECT_EQ(result.error().reason, Reason::kVersion);
+  EXPECT_EQ(result.error().reason, Reason::kDenied);
 }
 
 TEST_F(AgentTest, TheOnlyContextBehindNoPrefixIsGoneOnFrom) {
@@ -179,14 +334,22 @@ TEST_F(AgentTest, TheOnlyContextBehindNoPrefixIsGoneOnFrom) {
 
 TEST_F(AgentTest, TheFirstOfSeveralContextsBehindNoPrefixIsGoneOnFrom) {
   Published("one", 0, 40);
+  Published("two", 99, 50);
   TurnRequest request = ReadsTwo();
   request.system.clear();
+  const auto both = NewAgent().Run(request);
+  ASSERT_TRUE(both) << both.error().message;
+  EXPECT_EQ(both->mode, HandoffMode::kSplice);
+  EXPECT_EQ(both->spans_spliced, 1) << "the second";
+  EXPECT_EQ(both->tokens_reused, 90);
+  const size_t n_read = both->context_tokens.size() - both->output_tokens.size();
+
+  for (ContextToRead& read : request.reads) read.splice = *ParseSplicePolicy("exact-only");
   const auto read = NewAgent().Run(request);
   ASSERT_TRUE(read) << read.error().message;
   EXPECT_EQ(read->mode, HandoffMode::kText) << "the second is read again";
-  EXPECT_EQ(read->reason, Reason::kVersion);
+  EXPECT_EQ(read->reason, Reason::kQualityGate);
   EXPECT_EQ(read->tokens_reused, 40);
-  const size_t n_read = read->context_tokens.size() - read->output_tokens.size();
   EXPECT_EQ(read->tokens_recomputed, static_cast<int64_t>(n_read) - 40);
   ASSERT_EQ(read->steps_down.size(), 1u);
   EXPECT_EQ(read->steps_down[0].from, HandoffMode::kSplice);
@@ -195,8 +358,9 @@ TEST_F(AgentTest, TheFirstOfSeveralContextsBehindNoPrefixIsGoneOnFrom) {
   const auto text = NewAgent().Run(request);
   ASSERT_TRUE(text) << text.error().message;
   EXPECT_EQ(text->reason, Reason::kNotFound) << "the first step down";
+  EXPECT_EQ(text->steps_down[0].from, HandoffMode::kAttach);
   EXPECT_EQ(text->tokens_reused, 0);
-  EXPECT_TRUE(std::equal(read->context_tokens.begin(), read->context_tokens.begin() + static_cast<int>(n_read),
+  EXPECT_TRUE(std::equal(both->context_tokens.begin(), both->context_tokens.begin() + static_cast<int>(n_read),
                          text->context_tokens.begin()))
       << "the same tokens are read";
 }

@@ -150,6 +150,17 @@ class Fields {
     }
   }
 
+  void Read(const char* key, SplicePolicy& out) {
+    std::string text;
+    Read(key, text);
+    if (error_) return;
+    if (auto policy = ParseSplicePolicy(text)) {
+      out = *policy;
+    } else {
+      Fail(key, policy.error().message);
+    }
+  }
+
   Status status() const {
     if (error_) return tl::unexpected(*error_);
     return {};
@@ -205,7 +216,11 @@ Json ToJson(const AgentPrepare& prepare) {
 Json ToJson(const AgentTurn& turn) {
   Json reads = Json::array();
   for (const ContextToRead& read : turn.reads) {
-    reads.push_back(Json{{"context", read.context}, {"history", read.history}, {"on_miss", OnMissName(read.on_miss)}});
+    reads.push_back(Json{{"context", read.context},
+                         {"history", read.history},
+                         {"on_miss", OnMissName(read.on_miss)},
+                         {"splice", ToString(read.splice)},
+                         {"prefix_tokens", read.prefix_tokens}});
   }
   return {{"type", "turn"},
           {"agent", turn.agent},
@@ -224,6 +239,7 @@ Json ToJson(const AgentTurn& turn) {
           {"on_miss", OnMissName(turn.on_miss)},
           {"budget", turn.budget},
           {"history", turn.history},
+          {"prefix_tokens", turn.prefix_tokens},
           {"reads", std::move(reads)},
           {"publish_as", turn.publish_as},
           {"announce", turn.announce},
@@ -256,6 +272,11 @@ Json ToJson(const TurnResult& result) {
           {"reason_detail", result.reason_detail},
           {"tokens_reused", result.tokens_reused},
           {"tokens_recomputed", result.tokens_recomputed},
+          {"splice", result.splice},
+          {"spans_spliced", result.spans_spliced},
+          {"tokens_repaired", result.tokens_repaired},
+          {"probe_kl", result.probe_kl},
+          {"prefix_tokens", result.prefix_tokens},
           {"attach_ms", result.attach_ms},
           {"ttft_ms", result.ttft_ms},
           {"prefill_ms", result.prefill_ms},
@@ -289,6 +310,8 @@ Status ReadContexts(Fields& fields, std::vector<ContextToRead>& out) {
     inner.Read("context", read.context);
     inner.Read("history", read.history);
     inner.OneOf("on_miss", read.on_miss, OnMiss::kFail, OnMissName);
+    inner.Read("splice", read.splice);
+    inner.Read("prefix_tokens", read.prefix_tokens, 0, kMaxInt);
     QKV_RETURN_IF_ERROR(inner.status());
   }
   return {};
@@ -306,6 +329,11 @@ TurnResult ReadTurnResult(Fields& fields) {
   fields.Read("reason_detail", result.reason_detail);
   fields.Read("tokens_reused", result.tokens_reused, 0, kMaxCount);
   fields.Read("tokens_recomputed", result.tokens_recomputed, 0, kMaxCount);
+  fields.Read("splice", result.splice);
+  fields.Read("spans_spliced", result.spans_spliced, 0, kMaxInt);
+  fields.Read("tokens_repaired", result.tokens_repaired, 0, kMaxCount);
+  fields.Read("probe_kl", result.probe_kl, -1, 1e6);
+  fields.Read("prefix_tokens", result.prefix_tokens, 0, kMaxInt);
   fields.Milliseconds("attach_ms", result.attach_ms);
   fields.Milliseconds("ttft_ms", result.ttft_ms);
   fields.Milliseconds("prefill_ms", result.prefill_ms);
@@ -400,6 +428,7 @@ Result<AgentCommand> ParseAgentCommand(std::string_view line) {
     fields.OneOf("on_miss", turn.on_miss, OnMiss::kFail, OnMissName);
     fields.Read("budget", turn.budget, 0, kMaxInt);
     fields.Read("history", turn.history);
+    fields.Read("prefix_tokens", turn.prefix_tokens, 0, kMaxInt);
     QKV_RETURN_IF_ERROR(ReadContexts(fields, turn.reads));
     fields.Read("publish_as", turn.publish_as);
     fields.Read("announce", turn.announce);

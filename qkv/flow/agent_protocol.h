@@ -61,6 +61,7 @@ struct AgentTurn {
   OnMiss on_miss = OnMiss::kText;
   int64_t budget = 0;
   std::vector<Token> history;
+  int64_t prefix_tokens = 0;
   std::vector<ContextToRead> reads;
   std::string publish_as;
   bool announce = false;  // tell what is sealed while the turn goes on

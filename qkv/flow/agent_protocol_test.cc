@@ -90,7 +90,8 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   sent.announce = true;
   sent.trace = true;
   sent.digest_logits = true;
-  sent.reads = {{"4567", {4, 5}, OnMiss::kFail}, {"", {6}, OnMiss::kText}};
+  sent.prefix_tokens = 3;
+  sent.reads = {{"4567", {4, 5}, OnMiss::kFail, *ParseSplicePolicy("repair=64"), 1}, {"", {6}, OnMiss::kText}};
   const AgentTurn got = There(sent, ParseAgentCommand);
   EXPECT_EQ(got.system, sent.system);
   EXPECT_EQ(got.prompt, sent.prompt);
@@ -116,7 +117,11 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   EXPECT_EQ(got.reads[0].context, "4567");
   EXPECT_EQ(got.reads[0].history, sent.reads[0].history);
   EXPECT_EQ(got.reads[0].on_miss, OnMiss::kFail);
+  EXPECT_EQ(got.reads[0].splice, sent.reads[0].splice);
+  EXPECT_EQ(got.reads[0].prefix_tokens, 1);
   EXPECT_EQ(got.reads[1].on_miss, OnMiss::kText);
+  EXPECT_EQ(got.reads[1].splice, SplicePolicy{});
+  EXPECT_EQ(got.prefix_tokens, 3);
 }
 
 TEST(AgentProtocol, AnnouncedArrivesWhole) {
@@ -137,6 +142,11 @@ TEST(AgentProtocol, DoneArrivesWhole) {
   sent.reason_detail = "page 3";
   sent.tokens_reused = 1;
   sent.tokens_recomputed = 2;
+  sent.splice = "repair=32, hide";
+  sent.spans_spliced = 3;
+  sent.tokens_repaired = 64;
+  sent.probe_kl = 0.0078125;
+  sent.prefix_tokens = 17;
   sent.attach_ms = 0.25;
   sent.ttft_ms = 12.5;
   sent.prefill_ms = 11.5;
@@ -159,6 +169,11 @@ TEST(AgentProtocol, DoneArrivesWhole) {
   EXPECT_EQ(got.reason_detail, sent.reason_detail);
   EXPECT_EQ(got.tokens_reused, sent.tokens_reused);
   EXPECT_EQ(got.tokens_recomputed, sent.tokens_recomputed);
+  EXPECT_EQ(got.splice, sent.splice);
+  EXPECT_EQ(got.spans_spliced, sent.spans_spliced);
+  EXPECT_EQ(got.tokens_repaired, sent.tokens_repaired);
+  EXPECT_EQ(got.probe_kl, sent.probe_kl);
+  EXPECT_EQ(got.prefix_tokens, sent.prefix_tokens);
   EXPECT_EQ(got.attach_ms, sent.attach_ms);
   EXPECT_EQ(got.ttft_ms, sent.ttft_ms);
   EXPECT_EQ(got.prefill_ms, sent.prefill_ms);

@@ -174,6 +174,7 @@ class Worker {
     request.on_miss = turn.on_miss;
     request.budget = turn.budget;
     request.history = turn.history;
+    request.prefix_tokens = static_cast<int>(turn.prefix_tokens);
     request.reads = turn.reads;
     request.publish_as = turn.publish_as;
     request.digest_logits = turn.digest_logits;

@@ -61,15 +61,21 @@ class AgentsReader {
   Result<RawAgent> Agent(const YAML::Node& node, const YAML::Mark& mark) {
     static constexpr std::string_view kKeys[] = {"name",  "model",   "system",     "prompt",  "inherits",    "reads",
                                                  "text",  "foreach", "max_tokens", "seed",    "temperature", "top_k",
-                                                 "top_p", "min_p",   "kv",         "on_miss", "deadline",    "retries"};
+                                                 "top_p", "min_p",   "kv",         "on_miss", "deadline",    "retries",
+                                                 "splice"};
     QKV_ASSIGN_OR_RETURN(const auto entries, reader_.Map(node, mark, "agent", kKeys));
     RawAgent raw;
     FlowAgent& agent = raw.agent;
     raw.name_mark = raw.prompt_mark = raw.system_mark = mark;
-    OnMiss on_miss = OnMiss::kText;
-    for (const Entry& entry : entries) {  // before the edges, whose default it is
-      if (entry.key != "on_miss") continue;
-      QKV_ASSIGN_OR_RETURN(on_miss, ReadOnMiss(entry));
+    FlowEdge defaults;
+    std::optional<YAML::Mark> splice_mark;
+    for (const Entry& entry : entries) {  // before the edges
+      if (entry.key == "on_miss") {
+        QKV_ASSIGN_OR_RETURN(defaults.on_miss, ReadOnMiss(entry));
+      } else if (entry.key == "splice") {
+        QKV_ASSIGN_OR_RETURN(defaults.splice, ReadSplice(entry));
+        splice_mark = entry.mark();
+      }
     }
     for (const Entry& entry : entries) {
       if (entry.key == "name") {
@@ -90,11 +96,11 @@ class AgentsReader {
         QKV_ASSIGN_OR_RETURN(agent.prompt, reader_.Text(entry));
         raw.prompt_mark = entry.mark();
       } else if (entry.key == "inherits") {
-        QKV_RETURN_IF_ERROR(Edges(entry, EdgeKind::kInherits, on_miss, raw));
+        QKV_RETURN_IF_ERROR(Edges(entry, EdgeKind::kInherits, defaults, raw));
       } else if (entry.key == "reads") {
-        QKV_RETURN_IF_ERROR(Edges(entry, EdgeKind::kReads, on_miss, raw));
+        QKV_RETURN_IF_ERROR(Edges(entry, EdgeKind::kReads, defaults, raw));
       } else if (entry.key == "text") {
-        QKV_RETURN_IF_ERROR(Edges(entry, EdgeKind::kText, on_miss, raw));
+        QKV_RETURN_IF_ERROR(Edges(entry, EdgeKind::kText, defaults, raw));
       } else if (entry.key == "foreach") {
         QKV_ASSIGN_OR_RETURN(raw.items, Items(entry));
       } else if (entry.key == "max_tokens") {
@@ -116,6 +122,10 @@ class AgentsReader {
       } else if (entry.key == "retries") {
         QKV_RETURN_IF_ERROR(reader_.Read(entry, 0, kMaxRetries, agent.retries));
       }
+    }
+    if (splice_mark &&
+        std::ranges::none_of(raw.edges, [](const RawEdge& e) { return e.edge.kind == EdgeKind::kReads; })) {
+      return reader_.At(*splice_mark, "agent '{}': 'splice' has no meaning without 'reads'", agent.name);
     }
     QKV_RETURN_IF_ERROR(CheckAgent(raw, mark));
     return raw;
@@ -155,8 +165,16 @@ class AgentsReader {
                       Suggestion(on_miss, {"text", "fail"}));
   }
 
-  // A name, a map with `from`, or (but for `inherits`) a list of these.
-  Status Edges(const Entry& entry, EdgeKind kind, OnMiss on_miss, RawAgent& raw) {
+  Result<SplicePolicy> ReadSplice(const Entry& entry) {
+    QKV_ASSIGN_OR_RETURN(const std::string text, reader_.Text(entry));
+    const auto policy = ParseSplicePolicy(text);
+    if (policy) return *policy;
+    return reader_.At(entry.mark(), "splice: {}, found {}{}", policy.error().message, Quoted(text),
+                      Suggestion(text, {"off", "exact-only", "hide", "repair=32", "auto"}));
+  }
+
+  // A name, a map with `from`, or (but for `inherits`) a list of these. What an edge does not say is as in `defaults`.
+  Status Edges(const Entry& entry, EdgeKind kind, const FlowEdge& defaults, RawAgent& raw) {
     if (entry.value.IsNull() && kind == EdgeKind::kInherits) return {};
     if (entry.value.IsSequence() && kind == EdgeKind::kInherits) {
       return reader_.At(entry.mark(),
@@ -165,8 +183,8 @@ class AgentsReader {
     }
     for (const Entry& one : Reader::ListOrOne(entry)) {
       RawEdge edge;
+      edge.edge = defaults;
       edge.edge.kind = kind;
-      edge.edge.on_miss = on_miss;
       edge.mark = edge.kv_mark = one.mark();
       if (one.value.IsMap() && kind != EdgeKind::kText) {
         QKV_RETURN_IF_ERROR(EdgeMap(one, edge));
@@ -190,8 +208,10 @@ class AgentsReader {
   }
 
   Status EdgeMap(const Entry& entry, RawEdge& edge) {
-    static constexpr std::string_view kKeys[] = {"from", "on_miss", "kv", "budget"};
-    QKV_ASSIGN_OR_RETURN(const auto entries, reader_.Map(entry.value, entry.mark(), entry.key, kKeys));
+    static constexpr std::string_view kKeys[] = {"from", "on_miss", "kv", "budget", "splice"};
+    // What goes on from a context needs no splicing.
+    const auto keys = std::span(kKeys).first(edge.edge.kind == EdgeKind::kReads ? 5 : 4);
+    QKV_ASSIGN_OR_RETURN(const auto entries, reader_.Map(entry.value, entry.mark(), entry.key, keys));
     for (const Entry& one : entries) {
       if (one.key == "from") {
         QKV_ASSIGN_OR_RETURN(edge.edge.from, reader_.Text(one));
@@ -201,6 +221,8 @@ class AgentsReader {
       } else if (one.key == "kv") {
         QKV_ASSIGN_OR_RETURN(edge.kv, reader_.Codec(one, one.value));
         edge.kv_mark = one.mark();
+      } else if (one.key == "splice") {
+        QKV_ASSIGN_OR_RETURN(edge.edge.splice, ReadSplice(one));
       } else {
         QKV_RETURN_IF_ERROR(reader_.Read(one, 1, 1 << 30, edge.edge.budget));
       }

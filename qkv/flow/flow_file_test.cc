@@ -511,6 +511,30 @@ TEST(Reads, TakesOneContextOrSeveral) {
   EXPECT_EQ(flow->agents[3].edges[1].budget, 9);
 }
 
+TEST(Reads, SayHowTheirContextsMayBeSpliced) {
+  auto flow = ParseFlow(
+      "agents:\n  - {name: a, prompt: x}\n  - {name: b, prompt: x}\n"
+      "  - {name: one, reads: a, prompt: y}\n"
+      "  - {name: two, reads: [a, {from: b, splice: off}], prompt: y, splice: repair=64}\n",
+      "f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_EQ(ToString(flow->agents[2].edges[0].splice), "hide") << "the default";
+  EXPECT_EQ(ToString(flow->agents[3].edges[0].splice), "repair=64") << "the agent's";
+  EXPECT_EQ(ToString(flow->agents[3].edges[1].splice), "off") << "the edge's own";
+
+  const std::string a = "  - {name: a, prompt: x}\n";
+  EXPECT_EQ(ErrorOf(Agents(a + "  - {name: b, prompt: y, reads: a, splice: hid}\n")),
+            "f.yaml:3:44: splice: expected off, exact-only, hide, repair=N or auto, found 'hid', did you mean 'hide'?");
+  EXPECT_EQ(ErrorOf(Agents(a + "  - {name: b, prompt: y, reads: {from: a, splice: repair=33}}\n")),
+            "f.yaml:3:51: splice: repair=N: expected N to be a multiple of 32 from 32 to 1048576, found 'repair=33', did "
+            "you mean 'repair=32'?");
+  EXPECT_EQ(ErrorOf(Agents(a + "  - {name: b, prompt: y, inherits: a, splice: hide}\n")),
+            "f.yaml:3:47: agent 'b': 'splice' has no meaning without 'reads'");
+  EXPECT_THAT(ErrorOf(Agents(a + "  - {name: b, prompt: y, inherits: {from: a, splice: hide}}\n")),
+              HasSubstr("splice"));
+  EXPECT_THAT(ErrorOf(Agents(a + "  - {name: b, prompt: y, reads: a, splce: hide}\n")), HasSubstr("did you mean 'splice'?"));
+}
+
 TEST(Reads, ErrorsSayWhere) {
   const std::string ab = "  - {name: alpha, prompt: x}\n  - {name: beta, prompt: x}\n";
   EXPECT_EQ(ErrorOf(Agents(ab + "  - name: c\n    prompt: y\n    reads: [alpha, bete]\n")),

@@ -79,6 +79,7 @@ std::string FormatTable(const FlowReport& report) {
   for (const ModeResult& mode : report.modes) {
     for (const HopResult& hop : mode.hops) {
       std::string handoff(HandoffModeName(hop.handoff));
+      if (!hop.splice.empty()) handoff += ": " + hop.splice;
       if (hop.reason != Reason::kNone) handoff += fmt::format(" ({})", ReasonName(hop.reason));
       const bool attached = hop.handoff != HandoffMode::kText && hop.handoff != HandoffMode::kNone;
       hops.Add({ModeTitle(mode), hop.agent, hop.from.empty() ? kNothing : hop.from, std::move(handoff),
@@ -143,6 +144,11 @@ std::string ToJson(const FlowReport& report) {
                           {"own_kv_bytes", hop.own_kv_bytes},
                           {"attempts", hop.attempts},
                           {"output", output == mode.outputs.end() ? "" : output->second}});
+      if (hop.splice.empty()) continue;
+      hops.back()["splice"] = hop.splice;
+      hops.back()["spans_spliced"] = hop.spans_spliced;
+      hops.back()["tokens_repaired"] = hop.tokens_repaired;
+      if (hop.probe_kl >= 0) hops.back()["probe_kl"] = hop.probe_kl;
     }
     Json entry{{"mode", FlowModeName(mode.mode)},
                {"kv", mode.kv},

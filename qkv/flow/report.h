@@ -31,6 +31,10 @@ struct HopResult {
   std::string reason_detail;
   int64_t tokens_reused = 0;
   int64_t tokens_recomputed = 0;
+  std::string splice;           // how contexts were used at other places; empty: none was (TurnResult::splice)
+  int spans_spliced = 0;        // moved
+  int64_t tokens_repaired = 0;  // of their contexts, read again; part of tokens_recomputed
+  double probe_kl = -1;         // of `auto`, nats; -1: it was not
   double attach_ms = 0;
   double ttft_ms = 0;
   int64_t output_tokens = 0;

@@ -221,6 +221,7 @@ std::string Hops(const ModeResult& mode) {
       "<th>ahead</th></tr>";
   for (const HopResult& hop : mode.hops) {
     std::string how(HandoffModeName(hop.handoff));
+    if (!hop.splice.empty()) how += ": " + Escaped(hop.splice);
     if (hop.reason != Reason::kNone) how += fmt::format(" ({})", ReasonName(hop.reason));
     const double rate = hop.decode_ms > 0 ? 1000.0 * static_cast<double>(hop.output_tokens) / hop.decode_ms : 0;
     html += fmt::format(

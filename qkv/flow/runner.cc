@@ -547,6 +547,10 @@ class Run {
       hop.reason_detail = state.reason != Reason::kNone ? state.reason_detail : turn.reason_detail;
       hop.tokens_reused = turn.tokens_reused;
       hop.tokens_recomputed = turn.tokens_recomputed;
+      hop.splice = turn.splice;
+      hop.spans_spliced = turn.spans_spliced;
+      hop.tokens_repaired = turn.tokens_repaired;
+      hop.probe_kl = turn.probe_kl;
       hop.attach_ms = turn.attach_ms;
       hop.ttft_ms = turn.ttft_ms;
       hop.output_tokens = static_cast<int64_t>(turn.output_tokens.size());

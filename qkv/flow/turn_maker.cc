@@ -59,6 +59,7 @@ Status TurnMaker::GoOn(int i, const std::vector<AgentRecord*>& records, AgentTur
   turn.on_miss = edge.on_miss;
   said = parent.transcript + parent.result.text;
   turn.history = parent.result.context_tokens;
+  turn.prefix_tokens = parent.result.prefix_tokens;
   const Status fits = CheckHandoff(record, i, producer, parent, edge.budget);
   if (fits) {
     if (mode_ == FlowMode::kHandoff) turn.inherits = parent.result.context_id;
@@ -89,7 +90,9 @@ Status TurnMaker::ReadContexts(int i, const std::vector<AgentRecord*>& records, 
       words += parent.transcript + parent.result.text + "\n\n";
       ContextToRead read{.context = mode_ == FlowMode::kHandoff ? parent.result.context_id : "",
                          .history = parent.result.context_tokens,
-                         .on_miss = edge.on_miss};
+                         .on_miss = edge.on_miss,
+                         .splice = edge.splice,
+                         .prefix_tokens = static_cast<int>(parent.result.prefix_tokens)};
       if (const Status fits = CheckHandoff(record, i, producer, parent, edge.budget); !fits) {
         record.reason = fits.error().reason;
         record.reason_detail = fits.error().message;

@@ -66,6 +66,20 @@ TEST_F(TurnMakerTest, FillsInTextsAndSettings) {
   EXPECT_EQ(all_[2].reason, Reason::kNone);
 }
 
+TEST_F(TurnMakerTest, SaysHowContextsMayBeSplicedAndWhatOfThemIsASystemMessage) {
+  Given("  - {name: a, system: s, prompt: p}\n  - {name: b, prompt: q, reads: {from: a, splice: auto}}\n"
+        "  - {name: c, inherits: a, prompt: r}\n");
+  Finished(0);
+  all_[0].result.prefix_tokens = 2;
+  for (const FlowMode mode : {FlowMode::kHandoff, FlowMode::kText}) {
+    const auto turn = Make(1, mode);
+    ASSERT_TRUE(turn);
+    EXPECT_EQ(ToString(turn->reads[0].splice), "auto");
+    EXPECT_EQ(turn->reads[0].prefix_tokens, 2) << "text handoff leaves it out as well";
+    EXPECT_EQ(Make(2, mode)->prefix_tokens, 2);
+  }
+}
+
 TEST_F(TurnMakerTest, TextModeGivesTokensOnly) {
   Given(kFan);
   Finished(0);
