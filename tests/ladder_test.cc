@@ -25,6 +25,7 @@
 #include "qkv/broker/server.h"
 #include "qkv/broker/socket.h"
 #include "qkv/engine/agent.h"
+#include "qkv/engine/quality_gate.h"
 #include "tests/process.h"
 #include "tests/tiny_model.h"
 
@@ -151,7 +152,9 @@ class Ladder : public ::testing::Test {
     options.kv = kI8;
     auto sequence = Sequence::Create(model, options);
     EXPECT_TRUE(sequence) << sequence.error().message;
-    return std::make_unique<Agent>(model, *std::move(sequence), client);
+    auto agent = std::make_unique<Agent>(model, *std::move(sequence), client);
+    if (admit_) agent->AdmitBy(admit_);
+    return agent;
   }
 
   static std::vector<Token> ContextTokens(int n = kContextTokens) {
@@ -300,6 +303,7 @@ class Ladder : public ::testing::Test {
   int n_models_ = 0;
   uint32_t n_leases_ = 0;  // that the test itself holds
   std::shared_ptr<const Model> model_;
+  Agent::Admit admit_;  // of agents made from here on
   std::mutex mutex_;
   std::string log_;
   std::unique_ptr<BrokerServer> server_;
@@ -465,6 +469,38 @@ TEST_F(Ladder, PagesInTheOtherByteOrder) {
   context.card.mutable_format()->set_byte_order("big");
   Publish(context);
   ExpectStepsDownAndCounted({Reason::kEndianness, {"format.byte_order"}});
+}
+
+// --- pages that say something else -------------------------------------------------------------------------------
+
+TEST_F(Ladder, ACodecThatHurtsThisModel) {
+  model_ = Load({.k_outlier = 1 << 12});
+  QualityGate gate(model_, {.n_threads = 1});
+  admit_ = [&](const Context& context) { return gate.Admit(context); };
+  Publish(Made(model_));
+  ExpectStepsDownAndCounted({Reason::kQualityGate});
+}
+
+TEST_F(Ladder, ACodecThatDoesNotHurtIsAdmitted) {
+  QualityGate gate(model_, {.n_threads = 1});
+  admit_ = [&](const Context& context) { return gate.Admit(context); };
+  Publish(Made(model_));
+  TurnRequest request = Request(false);
+  request.on_miss = OnMiss::kFail;
+  const auto attached = NewAgent(model_, client_.get())->Run(request);
+  ASSERT_TRUE(attached) << attached.error().message;
+  EXPECT_EQ(attached->mode, HandoffMode::kAttach);
+}
+
+TEST_F(Ladder, AContinuationThatIsNotTheExactOne) {
+  model_ = Load({.k_outlier = 1 << 12});
+  admit_ = [&](const Context& context) -> Status {
+    QKV_ASSIGN_OR_RETURN(const SampleScore score, CompareContinuation(model_, context, 4, 1));
+    if (score.kl_mean() <= 1e-3) return {};
+    return Err(Code::kIncompatible, Reason::kQualityGate, "mean KL {} over {} tokens", score.kl_mean(), score.n());
+  };
+  Publish(Made(model_));
+  ExpectStepsDownAndCounted({Reason::kQualityGate});
 }
 
 // --- damage ------------------------------------------------------------------------------------------------------

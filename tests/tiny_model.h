@@ -32,6 +32,9 @@ struct TinyModel {
   int n_embd = 128;
   int n_ff = 128;
   bool other_tokenizer = false;
+  // K's first two channels of every head are this many times as large, Q's as small: the scores are the same, bit for bit
+  // for a power of two, but nothing else of a row is left when few bits have to hold it.
+  float k_outlier = 1;
   std::string chat_template;
   std::string name = "tiny";
 
@@ -123,8 +126,11 @@ inline void WriteTinyModel(const TinyModel& m, const std::string& path) {
   for (int il = 0; il < m.n_layers; ++il) {
     const std::string blk = "blk." + std::to_string(il) + ".";
     add(blk + "attn_norm.weight", m.n_embd, 1, ones);
-    add(blk + "attn_q.weight", m.n_embd, m.n_embd, noise(0.05f));
-    add(blk + "attn_k.weight", m.n_embd, n_kv, noise(0.05f));
+    const auto scaled = [&, weight = noise(0.05f)](float scale) {
+      return [=](int64_t row, int64_t column) { return (row % head_dim < 2 ? scale : 1.0f) * weight(row, column); };
+    };
+    add(blk + "attn_q.weight", m.n_embd, m.n_embd, scaled(1 / m.k_outlier));
+    add(blk + "attn_k.weight", m.n_embd, n_kv, scaled(m.k_outlier));
     // V: the first n_kv channels of what was read. Output: each goes back to where it came from, three times as loud.
     add(blk + "attn_v.weight", m.n_embd, n_kv,
         [&](int64_t row, int64_t column) { return row == column ? 1.0f : 0.0f; });

@@ -11,6 +11,7 @@ namespace {
 struct Options {
   ModelOptions model;
   TurnOptions turn;
+  QualityFlags quality;
   PublishFlags publish;
   std::string socket;
   std::string context;
@@ -36,7 +37,7 @@ int Run(const Options& options) {
   request->publish_as = options.publish_as;
   options.publish.ApplyTo(*request);
   request->agent = options.publish_as;
-  return RunTurn(options.model, options.turn, *request, broker->get());
+  return RunTurn(options.model, options.turn, options.quality, *request, broker->get());
 }
 
 }  // namespace
@@ -55,6 +56,7 @@ void AddAttach(CLI::App& app, int& status) {
   options->publish.AddTo(*command);
   AddSocketOption(*command, options->socket);
   options->model.AddTo(*command);
+  options->quality.AddTo(*command, /*reads_pages=*/true);
   options->turn.AddTo(*command);
   command->footer(
       "Without a prompt it goes on generating where the producer stopped.\n"

@@ -137,6 +137,11 @@ Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket) {
   return client;
 }
 
+int ThreadsOf(const ModelOptions& options) {
+  return options.n_threads > 0 ? options.n_threads
+                               : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
 Result<std::string> FindModel(const std::string& given) {
   if (!given.empty()) return given;
   if (const std::string env = Env("QKVSHARE_MODEL"); !env.empty()) return env;
@@ -160,7 +165,7 @@ Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::
                                               Trace* trace) {
   SequenceOptions sequence;
   sequence.n_ctx = options.n_ctx > 0 ? options.n_ctx : model->params().n_ctx_train;
-  sequence.n_threads = options.n_threads > 0 ? options.n_threads : std::max(1u, std::thread::hardware_concurrency());
+  sequence.n_threads = ThreadsOf(options);
   sequence.n_batch = options.n_batch;
   sequence.trace = trace;
   QKV_ASSIGN_OR_RETURN(sequence.kv, ParseCodecPair(options.kv));

@@ -56,6 +56,7 @@ void AddSocketOption(CLI::App& app, std::string& socket);
 // broker is to be trusted besides our own. The error says how to start a broker.
 Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket);
 
+int ThreadsOf(const ModelOptions& options);  // all cores where nothing was said
 Result<std::string> FindModel(const std::string& given);
 // Loads the model and makes a sequence; shows prefill progress on a terminal.
 Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options);

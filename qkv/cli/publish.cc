@@ -15,6 +15,7 @@ constexpr int kRetryMs = 200;
 struct Options {
   ModelOptions model;
   TurnOptions turn;
+  QualityFlags quality;
   PublishFlags publish;
   std::string socket;
   std::string name;
@@ -40,7 +41,7 @@ int Run(const Options& options) {
       (void)agent.KeepAnnounced();  // nobody may be there yet
     }
   };
-  return RunTurn(options.model, options.turn, *request, broker->get(),
+  return RunTurn(options.model, options.turn, options.quality, *request, broker->get(),
                  options.hold ? hold : std::function<void(Agent&)>{});
 }
 
@@ -58,6 +59,7 @@ void AddPublish(CLI::App& app, int& status) {
   AddSocketOption(*command, options->socket);
   options->turn.max_tokens = 0;
   options->model.AddTo(*command);
+  options->quality.AddTo(*command, /*reads_pages=*/false);
   options->turn.AddTo(*command);
   command->footer(
       "Example: qkvshare publish --name report -f report.txt\n"

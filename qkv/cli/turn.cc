@@ -10,7 +10,7 @@
 
 namespace qkv::cli {
 
-std::string TurnToJson(const TurnResult& result, double load_ms) {
+std::string TurnToJson(const TurnResult& result, double load_ms, const std::optional<QualitySummary>& calibration) {
   nlohmann::ordered_json json;
   json["text"] = result.text;
   json["token_ids"] = result.output_tokens;
@@ -27,6 +27,10 @@ std::string TurnToJson(const TurnResult& result, double load_ms) {
                                   {"reason", ReasonName(step.reason)},
                                   {"detail", step.detail},
                                   {"mismatches", std::move(mismatches)}});
+  }
+  if (calibration) {
+    json["calibration"] = {
+        {"tokens", calibration->tokens}, {"kl_mean", calibration->kl.value}, {"top1", calibration->top1.value}};
   }
   json["tokens_reused"] = result.tokens_reused;
   json["tokens_recomputed"] = result.tokens_recomputed;
@@ -52,8 +56,9 @@ std::string TurnToJson(const TurnResult& result, double load_ms) {
   return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const TurnRequest& request,
-            BrokerClient* broker, const std::function<void(Agent&)>& after) {
+int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const QualityFlags& quality,
+            const TurnRequest& request, BrokerClient* broker, const std::function<void(Agent&)>& after) {
+  ModelOptions model_options = given_options;
   if (auto kv = ParseCodecPair(model_options.kv); !kv) return Fail(kv.error());  // before anything that takes time
   if (!turn.trace_file.empty()) {
     if (auto usable = CheckOutputFile(turn.trace_file, "--trace"); !usable) return Fail(usable.error());
@@ -64,9 +69,16 @@ int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const Tu
   if (!model) return Fail(model.error());
   (*model)->identity();  // digests now: a handoff then takes no longer than it must
   const std::chrono::duration<double, std::milli> load_ms = std::chrono::steady_clock::now() - start;
+  HandoffQuality checks(quality, *model, ThreadsOf(model_options));
+  if (auto kv = checks.ChooseCodec(model_options.kv)) {
+    model_options.kv = *kv;
+  } else {
+    return Fail(kv.error());
+  }
   auto sequence = NewSequence(model_options, *model, turn.trace_file.empty() ? nullptr : &trace);
   if (!sequence) return Fail(sequence.error());
   Agent agent(*model, *std::move(sequence), broker);
+  agent.AdmitBy([&](const Context& context) { return checks.Admit(context); });
 
   const auto print = [&](std::string_view text) {
     std::fwrite(text.data(), 1, text.size(), stdout);
@@ -84,7 +96,7 @@ int RunTurn(const ModelOptions& model_options, const TurnOptions& turn, const Tu
       return Fail(written.error());
   }
   if (turn.json) {
-    fmt::print("{}\n", TurnToJson(*result, load_ms.count()));
+    fmt::print("{}\n", TurnToJson(*result, load_ms.count(), checks.calibration()));
   } else if (!result->text.empty()) {
     fmt::print("\n");
   }

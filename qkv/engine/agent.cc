@@ -303,6 +303,7 @@ Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, Tu
     if (history.empty() && same_tokens) history.assign(card.token_ids().begin(), card.token_ids().end());
     QKV_ASSIGN_OR_RETURN(const auto tokens, TurnTokens(request, false));
     Status attached = CheckBudget(request, card);
+    if (attached && admit_) attached = admit_(context);
     if (attached) attached = sequence_->Attach(context);
     result.attach_ms = MsSince(start);
     if (!attached) {

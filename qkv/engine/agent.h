@@ -135,6 +135,11 @@ class Agent {
         const WarmSegments* warm = nullptr);
   ~Agent();  // lets its lease go
 
+  // Asked of every context that is about to be used, beside what it is made of; an error is a step down the ladder like any
+  // other. See QualityGate::Admit.
+  using Admit = std::function<Status(const Context& context)>;
+  void AdmitBy(Admit admit) { admit_ = std::move(admit); }
+
   // Ahead of a turn with `reads`: reads the system message, as Run would first. Does nothing when that is done already.
   Status ReadPrefix(const std::string& system);
 
@@ -180,6 +185,7 @@ class Agent {
 
   BrokerClient* broker_;
   const WarmSegments* warm_;
+  Admit admit_;
   std::vector<uint64_t> leases_;  // of the contexts taken over last
   bool encrypted_ = false;        // what was read came encrypted
   int prefix_tokens_ = 0;         // of the context: the first ones, if they are a system message

@@ -1,0 +1,236 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/engine/quality_gate.h"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <utility>
+
+#include "qkv/engine/cache_file.h"
+#include "qkv/engine/quality_probe.h"
+
+namespace qkv {
+namespace {
+
+constexpr CodecPair kExact = {CodecId::kF16, CodecId::kF16};
+constexpr int kVersion = 1;  // of the text and of how it is read; another one measures anew
+constexpr size_t kSamples = 2;
+constexpr size_t kPrefix = 384;
+constexpr size_t kScored = 96;
+constexpr size_t kMinScored = 8;
+constexpr size_t kMaxEntryBytes = 512;
+// How much more noise than the floor's a healthy codec may show: it is measured on few tokens.
+constexpr double kNoiseFactor = 3;
+
+// By preset's name.
+constexpr std::array<std::pair<std::string_view, QualityBound>, 5> kBounds = {{
+    {"exact", {.kl = 1e-3, .top1_loss = 0.03}},
+    {"safe", {.kl = 5e-3, .top1_loss = 0.05}},
+    {"balanced", {.kl = 2e-2, .top1_loss = 0.08}},
+    {"small", {.kl = 6e-2, .top1_loss = 0.12}},
+    {"tiny", {.kl = 1e-1, .top1_loss = 0.15}},
+}};
+
+// With heads of 64 channels: which preset a codec is compared with must not depend on the model.
+double BitsOf(CodecPair kv) {
+  constexpr int kHeadDim = 64;
+  return (BitsPerValue(CodecOf(kv.k), kHeadDim) + BitsPerValue(CodecOf(kv.v), kHeadDim)) / 2;
+}
+
+// Index of the preset whose bound holds for `kv`; they go from the best to the fewest bits.
+size_t PresetOf(CodecPair kv) {
+  const auto presets = Presets();
+  for (size_t i = 0; i < presets.size(); ++i) {
+    if (kv.refine ? presets[i].name == "safe" : BitsOf(presets[i].codecs) <= BitsOf(kv) + 1e-9) return i;
+  }
+  return presets.size() - 1;
+}
+
+QualityBound BoundOfPreset(std::string_view name) {
+  for (const auto& [preset, bound] : kBounds) {
+    if (preset == name) return bound;
+  }
+  return kBounds.back().second;
+}
+
+}  // namespace
+
+QualityBound BoundOf(CodecPair kv) {
+  return kv == kExact ? QualityBound{} : BoundOfPreset(Presets()[PresetOf(kv)].name);
+}
+
+std::vector<CodecPair> LadderAbove(CodecPair kv) {
+  std::vector<CodecPair> ladder;
+  if (kv == kExact) return ladder;
+  for (size_t i = PresetOf(kv); i-- > 0;) ladder.push_back(Presets()[i].codecs);
+  ladder.push_back(kExact);
+  return ladder;
+}
+
+bool QualityVerdict::Within() const {
+  if (kv == kExact) return true;
+  const QualityBound bound = BoundOf(kv);
+  return kl <= bound.kl + kNoiseFactor * noise_kl && 1 - top1 <= bound.top1_loss + kNoiseFactor * (1 - noise_top1);
+}
+
+std::string QualityVerdict::Describe() const {
+  const QualityBound bound = BoundOf(kv);
+  return fmt::format("KL {:.2g} (at most {:.2g}), top-1 {:.1f} % (at least {:.1f} %)", kl,
+                     bound.kl + kNoiseFactor * noise_kl, 100 * top1,
+                     100 * (1 - bound.top1_loss - kNoiseFactor * (1 - noise_top1)));
+}
+
+QualityGate::QualityGate(std::shared_ptr<const Model> model, QualityGateOptions options)
+    : model_(std::move(model)), options_(std::move(options)) {}
+
+std::string QualityGate::EntryName(CodecPair kv) const {
+  return fmt::format("{}-{}", model_->identity().weights_digest(), ToString(kv));
+}
+
+namespace {
+std::string EntryText(const std::string& name, const QualityVerdict& v) {
+  std::string text = fmt::format("qkvshare quality {}\n{}\nkl {:.9g} top1 {:.9g} noise-kl {:.9g} noise-top1 {:.9g}\n",
+                                 kVersion, name, v.kl, v.top1, v.noise_kl, v.noise_top1);
+  return text + fmt::format("check {:016x}\n", XXH3_64bits(text.data(), text.size()));
+}
+}  // namespace
+
+std::optional<QualityVerdict> QualityGate::Recall(CodecPair kv) const {
+  const std::string name = EntryName(kv);
+  const auto text = ReadCacheFile(options_.directory, name, kMaxEntryBytes);
+  if (!text) return std::nullopt;
+  QualityVerdict verdict;
+  verdict.kv = kv;
+  verdict.known = true;
+  const size_t at = text->find("\nkl ");
+  if (at == std::string::npos) return std::nullopt;
+  if (std::sscanf(text->c_str() + at, "\nkl %lf top1 %lf noise-kl %lf noise-top1 %lf", &verdict.kl, &verdict.top1,
+                  &verdict.noise_kl, &verdict.noise_top1) != 4) {
+    return std::nullopt;
+  }
+  if (*text != EntryText(name, verdict)) return std::nullopt;  // whole, and of this model, codec and version
+  return verdict;
+}
+
+void QualityGate::Remember(const QualityVerdict& verdict) const {
+  const std::string name = EntryName(verdict.kv);
+  WriteCacheFile(options_.directory, name, EntryText(name, verdict));
+}
+
+Result<QualityVerdict> QualityGate::Measure(CodecPair kv) {
+  QKV_ASSIGN_OR_RETURN(const auto tokens, Vocab(*model_).Tokenize(QualityText(), false, false));
+  // Small vocabularies make more tokens of the text, small contexts take fewer.
+  const size_t room = std::min<size_t>(tokens.size() / kSamples, static_cast<size_t>(model_->params().n_ctx_train));
+  const size_t scored = std::min(kScored, room / 4);
+  if (scored < kMinScored) {
+    return Err(Code::kInvalidArgument,
+               "the quality gate's text has {} tokens with this vocabulary, and the context "
+               "size is {}: too few to measure (--quality-gate off)",
+               tokens.size(), model_->params().n_ctx_train);
+  }
+  const size_t prefix = std::min(kPrefix, room - scored - 1);
+  ProbeOptions probe_options;
+  probe_options.n_threads = options_.n_threads;
+  std::vector<SampleScore> scores, noise;
+  const size_t steps = 3 * kSamples;
+  size_t done = 0;
+  const auto step = [&] {
+    ++done;
+    if (options_.on_progress) options_.on_progress(done, steps);
+  };
+  for (size_t i = 0; i < kSamples; ++i) {
+    const auto stretch = std::span(tokens).subspan(i * (tokens.size() / kSamples), prefix + scored + 1);
+    QKV_ASSIGN_OR_RETURN(const auto probe,
+                         HandoffProbe::Read(model_, stretch, static_cast<int>(prefix), probe_options));
+    step();
+    QKV_ASSIGN_OR_RETURN(ProbeResult result, probe->Score({kv, {}}));
+    scores.push_back(std::move(result.score));
+    step();
+    QKV_ASSIGN_OR_RETURN(SampleScore floor, probe->NoiseFloor());
+    noise.push_back(std::move(floor));
+    step();
+  }
+  const QualitySummary summary = Summarize(scores), floor = Summarize(noise);
+  return QualityVerdict{.kv = kv,
+                        .kl = summary.kl.value,
+                        .top1 = summary.top1.value,
+                        .noise_kl = floor.kl.value,
+                        .noise_top1 = floor.top1.value};
+}
+
+Result<QualityVerdict> QualityGate::Check(CodecPair kv) {
+  if (kv == kExact) return QualityVerdict{.kv = kv, .top1 = 1, .noise_top1 = 1, .known = true};
+  const std::string text = ToString(kv);
+  if (const auto found = known_.find(text); found != known_.end()) return found->second;
+  if (auto recalled = Recall(kv)) {
+    known_[text] = *recalled;
+    return *recalled;
+  }
+  QKV_ASSIGN_OR_RETURN(QualityVerdict verdict, Measure(kv));
+  Remember(verdict);
+  known_[text] = verdict;
+  known_[text].known = true;
+  return verdict;
+}
+
+Result<QualityGate::Choice> QualityGate::Choose(CodecPair kv) {
+  Choice choice;
+  std::vector<CodecPair> rungs = LadderAbove(kv);
+  rungs.insert(rungs.begin(), kv);
+  for (const CodecPair rung : rungs) {
+    QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(rung));
+    choice.kv = rung;
+    choice.verdicts.push_back(verdict);
+    if (verdict.Within()) break;  // the last one is exact
+  }
+  return choice;
+}
+
+Status QualityGate::Admit(const Context& context) {
+  std::vector<CodecPair> seen;
+  for (const auto& segment : context.segments) {
+    for (size_t page = 0; page < segment->pages().size(); ++page) {
+      const CodecPair kv = segment->codecs(page);
+      if (kv.k == CodecId::kRefine4 || std::ranges::find(seen, kv) != seen.end()) continue;
+      seen.push_back(kv);
+      QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(kv));
+      if (verdict.Within()) continue;
+      return Err(Code::kIncompatible, Reason::kQualityGate,
+                 "pages of codec '{}' are beyond the bound for this model: {}", ToString(kv), verdict.Describe());
+    }
+  }
+  return {};
+}
+
+Result<SampleScore> CompareContinuation(std::shared_ptr<const Model> model, const Context& context, int n_tokens,
+                                        int n_threads) {
+  SequenceOptions options;
+  options.n_ctx = context.card.token_ids_size() + n_tokens;
+  options.n_threads = n_threads;
+  options.kv = kExact;
+  QKV_ASSIGN_OR_RETURN(const auto exact, Sequence::Create(model, options));
+  QKV_ASSIGN_OR_RETURN(const auto attached, Sequence::Create(model, options));
+  QKV_RETURN_IF_ERROR(attached->Attach(context));
+  const std::vector<Token> tokens(context.card.token_ids().begin(), context.card.token_ids().end());
+  // The last token by itself in both, so that both compute it in the same way.
+  if (tokens.size() > 1) QKV_RETURN_IF_ERROR(exact->Forward(std::span(tokens).first(tokens.size() - 1)));
+  QKV_RETURN_IF_ERROR(exact->Forward(std::span(tokens).last(1)));
+  QKV_RETURN_IF_ERROR(attached->Forward({}));
+  const auto n_vocab = static_cast<size_t>(model->params().n_vocab);
+  SampleScore score;
+  for (int i = 0; i < n_tokens; ++i) {
+    const ReferenceLogits reference({exact->logits().begin(), exact->logits().end()}, n_vocab);
+    const auto next = static_cast<Token>(std::ranges::max_element(exact->logits()) - exact->logits().begin());
+    score.Add(reference.Score(0, attached->logits(), next));
+    if (i + 1 == n_tokens) break;
+    QKV_RETURN_IF_ERROR(exact->Forward({&next, 1}));
+    QKV_RETURN_IF_ERROR(attached->Forward({&next, 1}));
+  }
+  return score;
+}
+
+}  // namespace qkv

@@ -1,0 +1,197 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/engine/quality_gate.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+#include "tests/process.h"
+#include "tests/tiny_model.h"
+
+namespace qkv {
+namespace {
+
+using ::qkv::testing::TempDir;
+using ::qkv::testing::TinyModel;
+
+CodecPair Pair(std::string_view text) {
+  const auto pair = ParseCodecPair(text);
+  EXPECT_TRUE(pair) << text;
+  return pair ? *pair : CodecPair{};
+}
+
+std::vector<std::string> Names(const std::vector<CodecPair>& pairs) {
+  std::vector<std::string> names;
+  for (const CodecPair pair : pairs) names.push_back(ToString(pair));
+  return names;
+}
+
+TEST(QualityBounds, AreStricterForMoreBits) {
+  double before = 0;
+  for (const Preset& preset : Presets()) {
+    EXPECT_GT(BoundOf(preset.codecs).kl, before) << preset.name;
+    before = BoundOf(preset.codecs).kl;
+  }
+  EXPECT_EQ(BoundOf(Pair("f16")).kl, 0);
+  EXPECT_EQ(BoundOf(Pair("i8")).kl, BoundOf(Pair("exact")).kl);
+  EXPECT_EQ(BoundOf(Pair("k=i8,v=i4")).kl, BoundOf(Pair("safe")).kl);
+  EXPECT_EQ(BoundOf(Pair("3")).kl, BoundOf(Pair("tiny")).kl);  // fewer bits than any preset
+  EXPECT_EQ(BoundOf(Pair("3+4")).kl, BoundOf(Pair("safe")).kl);
+}
+
+TEST(QualityBounds, TheLadderGoesByThePresetsUpToF16) {
+  EXPECT_EQ(Names(LadderAbove(Pair("tiny"))),
+            Names({Pair("small"), Pair("balanced"), Pair("safe"), Pair("exact"), Pair("f16")}));
+  EXPECT_EQ(Names(LadderAbove(Pair("i4"))), Names({Pair("balanced"), Pair("safe"), Pair("exact"), Pair("f16")}));
+  EXPECT_EQ(Names(LadderAbove(Pair("exact"))), Names({Pair("f16")}));
+  EXPECT_TRUE(LadderAbove(Pair("f16")).empty());
+}
+
+TEST(QualityBounds, TheNoiseOfTheWeightsIsNotHeldAgainstACodec) {
+  QualityVerdict verdict{.kv = Pair("i8"), .kl = 5e-3, .top1 = 0.93};
+  verdict.noise_top1 = 1;
+  EXPECT_FALSE(verdict.Within());
+  verdict.noise_kl = 3e-3;
+  EXPECT_FALSE(verdict.Within());  // top-1
+  verdict.noise_top1 = 0.96;
+  EXPECT_TRUE(verdict.Within());
+}
+
+class Gate : public ::testing::Test {
+ protected:
+  std::shared_ptr<const Model> Load(const TinyModel& tiny) {
+    const std::string path = fmt::format("{}/model-{}.gguf", dir_.path(), ++n_models_);
+    testing::WriteTinyModel(tiny, path);
+    auto model = Model::Load(path);
+    EXPECT_TRUE(model) << model.error().message;
+    return model ? *model : nullptr;
+  }
+  QualityGate NewGate(std::shared_ptr<const Model> model) {
+    return QualityGate(std::move(model), {.directory = dir_.path() + "/quality", .n_threads = 1});
+  }
+  QualityVerdict Check(QualityGate& gate, std::string_view kv) {
+    const auto verdict = gate.Check(Pair(kv));
+    EXPECT_TRUE(verdict) << verdict.error().message;
+    return verdict ? *verdict : QualityVerdict{};
+  }
+
+  TempDir dir_;
+  int n_models_ = 0;
+};
+
+TEST_F(Gate, AHealthyModelKeepsWhatItWasAskedFor) {
+  auto gate = NewGate(Load({}));
+  for (const char* kv : {"i8", "i4", "f16"}) {
+    const auto choice = gate.Choose(Pair(kv));
+    ASSERT_TRUE(choice) << choice.error().message;
+    EXPECT_EQ(ToString(choice->kv), kv);
+    EXPECT_EQ(choice->verdicts.size(), 1u);
+  }
+}
+
+TEST_F(Gate, OutliersInAHeadLiftTheCodecUntilItIsWithinItsBound) {
+  auto gate = NewGate(Load({.k_outlier = 1 << 12}));
+  const auto choice = gate.Choose(Pair("i4"));
+  ASSERT_TRUE(choice) << choice.error().message;
+  EXPECT_GT(choice->verdicts.size(), 1u) << choice->verdicts.front().Describe();
+  for (size_t i = 0; i < choice->verdicts.size(); ++i) {
+    EXPECT_EQ(choice->verdicts[i].Within(), i + 1 == choice->verdicts.size()) << choice->verdicts[i].Describe();
+  }
+  EXPECT_EQ(choice->kv, choice->verdicts.back().kv);
+}
+
+TEST_F(Gate, TheOutliersAreNotSeenInFullPrecision) {
+  const auto logits = [&](float k_outlier) {
+    const auto model = Load({.k_outlier = k_outlier});
+    const auto sequence = *Sequence::Create(model, {.n_ctx = 64, .n_threads = 1});
+    const std::vector<Token> tokens = {1, 70, 80, 90, 300, 71};
+    EXPECT_TRUE(sequence->Forward(tokens));
+    return std::vector<float>(sequence->logits().begin(), sequence->logits().end());
+  };
+  EXPECT_EQ(logits(1), logits(1 << 12));
+}
+
+TEST_F(Gate, WhatWasMeasuredIsKeptByModelAndCodec) {
+  const auto model = Load({});
+  auto first = NewGate(model);
+  const QualityVerdict measured = Check(first, "i8");
+  EXPECT_FALSE(measured.known);
+  EXPECT_TRUE(Check(first, "i8").known);
+  auto again = NewGate(model);
+  const QualityVerdict recalled = Check(again, "i8");
+  EXPECT_TRUE(recalled.known);
+  EXPECT_FLOAT_EQ(static_cast<float>(recalled.kl), static_cast<float>(measured.kl));
+  EXPECT_EQ(recalled.Within(), measured.Within());
+  EXPECT_FALSE(Check(again, "i4").known);
+  auto other = NewGate(Load({.weights_seed = 2}));
+  EXPECT_FALSE(Check(other, "i8").known);
+}
+
+TEST_F(Gate, ADamagedEntryIsMeasuredAnew) {
+  const auto model = Load({});
+  auto first = NewGate(model);
+  Check(first, "i8");
+  const std::filesystem::directory_iterator entries(dir_.path() + "/quality");
+  const std::string path = entries->path();
+  std::ifstream in(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(in), {}};
+  const auto write = [&](const std::string& to) { std::ofstream(path, std::ios::binary) << to; };
+  std::vector<std::string> damaged = {"", text.substr(0, text.size() / 2), text + "x"};
+  std::string other = text;
+  other[other.find("\nkl ") + 4] ^= 1;
+  damaged.push_back(other);
+  for (const std::string& bytes : damaged) {
+    write(bytes);
+    auto gate = NewGate(model);
+    EXPECT_FALSE(Check(gate, "i8").known) << bytes;
+  }
+  write(text);
+  ASSERT_EQ(::chmod(path.c_str(), 0622), 0);  // others could have written it
+  auto gate = NewGate(model);
+  EXPECT_FALSE(Check(gate, "i8").known);
+}
+
+TEST_F(Gate, AContextIsRefusedForItsPages) {
+  for (const float k_outlier : {1.0f, static_cast<float>(1 << 12)}) {
+    const auto model = Load({.k_outlier = k_outlier});
+    const auto sequence = *Sequence::Create(model, {.n_ctx = 64, .n_threads = 1, .kv = Pair("i4")});
+    ASSERT_TRUE(sequence->Forward(std::vector<Token>(40, 70)));
+    const auto context = sequence->Publish({});
+    ASSERT_TRUE(context) << context.error().message;
+    auto gate = NewGate(model);
+    const Status admitted = gate.Admit(*context);
+    EXPECT_EQ(admitted.has_value(), k_outlier == 1);
+    if (!admitted) {
+      EXPECT_EQ(admitted.error().reason, Reason::kQualityGate) << admitted.error().message;
+    }
+  }
+}
+
+TEST_F(Gate, AContinuationOverExactPagesIsTheSame) {
+  for (const char* kv : {"f16", "i4"}) {
+    const auto model = Load({.k_outlier = 1 << 12});
+    const auto sequence = *Sequence::Create(model, {.n_ctx = 128, .n_threads = 1, .kv = Pair(kv)});
+    std::vector<Token> tokens;
+    for (int i = 0; i < 70; ++i) tokens.push_back(3 + (i * 37) % 256);
+    ASSERT_TRUE(sequence->Forward(tokens));
+    const auto context = sequence->Publish({});
+    ASSERT_TRUE(context) << context.error().message;
+    const auto score = CompareContinuation(model, *context, 5, 1);
+    ASSERT_TRUE(score) << score.error().message;
+    ASSERT_EQ(score->n(), 5u);
+    if (std::string_view(kv) == "f16") {
+      EXPECT_LT(score->kl_mean(), 1e-6);
+      EXPECT_EQ(score->same_top, 5u);
+    } else {
+      EXPECT_GT(score->kl_mean(), 1e-3);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace qkv
