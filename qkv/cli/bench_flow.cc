@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// bench flow: what a flow gains by handing over. The gap between a producer's last token and its reader's first, with and
-// without getting ready ahead, against reading the same instruction in the producer's own sequence; and a research team
+// bench flow: what a flow gains by handing over. The gap between a producer's last token and its reader's first, in the
+// producer's worker and in another, with and without getting ready ahead, against reading the same instruction in the
+// producer's own sequence, where nothing is handed over; and a research team
 // (three readers, a synthesizer, a critic, an editor) handed over, as text, and by libllama in one process that reuses its
 // cache wherever a prompt begins as the last one did.
 
@@ -111,16 +112,18 @@ Result<Json> MeasureGap(const Options& options, const std::shared_ptr<const Mode
   struct Way {
     const char* name;
     FlowMode mode;
+    bool in_place;
     bool ahead;
   };
-  for (const Way& way : {Way{"ahead", FlowMode::kHandoff, true}, Way{"no_ahead", FlowMode::kHandoff, false},
-                         Way{"text", FlowMode::kText, true}}) {
+  for (const Way& way : {Way{"in_place", FlowMode::kHandoff, true, true}, Way{"ahead", FlowMode::kHandoff, false, true},
+                         Way{"no_ahead", FlowMode::kHandoff, false, false}, Way{"text", FlowMode::kText, true, true}}) {
     std::vector<double> first, second;
     Json detail;
     for (int run = 0; run < (way.mode == FlowMode::kText ? 1 : options.runs); ++run) {
       RunOptions run_options;
       run_options.mode = way.mode;
       run_options.ahead = way.ahead;
+      run_options.in_place = way.in_place;
       QKV_ASSIGN_OR_RETURN(run_options.kv, ParseCodecPair(options.kv));
       QKV_ASSIGN_OR_RETURN(const ModeResult result, RunFlow(flow, run_options));
       if (!result.ok()) return tl::unexpected(result.failures.front().error);
@@ -236,6 +239,14 @@ class PeerTeam {
   std::vector<Token> cached_;
 };
 
+// How many times as long the synthesizer's first token takes `other`.
+void AddSpeedup(Json& json, const char* other) {
+  const auto ttft = [&](const char* way) {
+    return json["team"][way]["agents"]["synthesizer"]["ttft_ms"].get<double>();
+  };
+  json["synthesizer_ttft_times"][other] = ttft(other) / ttft("handoff");
+}
+
 Result<Json> Measure(Options options) {
   QKV_ASSIGN_OR_RETURN(options.model, FindModel(options.model));
   if (options.n_threads == 0) options.n_threads = static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
@@ -260,10 +271,12 @@ Result<Json> Measure(Options options) {
   QKV_ASSIGN_OR_RETURN(json["team"]["handoff"], MeasureTeam(options, documents, FlowMode::kHandoff));
   note("research team, as text");
   QKV_ASSIGN_OR_RETURN(json["team"]["text"], MeasureTeam(options, documents, FlowMode::kText));
+  AddSpeedup(json, "text");
   if (options.no_peer) return json;
   note("research team, libllama in one process");
   QKV_ASSIGN_OR_RETURN(const auto peer, Peer::Load(options.model));
   QKV_ASSIGN_OR_RETURN(json["team"]["libllama"], PeerTeam(*peer, *model, options).Run(documents));
+  AddSpeedup(json, "libllama");
   return json;
 }
 
@@ -271,12 +284,12 @@ void PrintTable(const Json& json) {
   const Json& gap = json["gap"];
   const double bare = gap["bare_ms"];
   fmt::print("from a producer's last token to its reader's first, context of {} tokens:\n", json["tokens"].get<int>());
-  fmt::print("  {:<28} {:>10} {:>12} {:>18}\n", "", "gap", "of the bare", "next reader's gap");
-  fmt::print("  {:<28} {:>7.0f} ms {:>12} {:>18}\n", "bare prefill, same sequence", bare, "1.00", "-");
-  for (const char* way : {"ahead", "no_ahead", "text"}) {
+  fmt::print("  {:<28} {:>10} {:>12} {:>18} {:>12}\n", "", "gap", "of the bare", "next reader's gap", "of the bare");
+  fmt::print("  {:<28} {:>7.0f} ms {:>12} {:>18} {:>12}\n", "bare prefill, same sequence", bare, "1.00", "-", "-");
+  for (const char* way : {"in_place", "ahead", "no_ahead", "text"}) {
     const double ms = gap[way]["gap_ms"];
-    fmt::print("  {:<28} {:>7.0f} ms {:>12.2f} {:>15.0f} ms\n", way, ms, ms / bare,
-               gap[way]["next_gap_ms"].get<double>());
+    const double next_ms = gap[way]["next_gap_ms"];
+    fmt::print("  {:<28} {:>7.0f} ms {:>12.2f} {:>15.0f} ms {:>12.2f}\n", way, ms, ms / bare, next_ms, next_ms / bare);
   }
   if (!json.contains("team")) return;
   fmt::print("\nresearch team, {} readers of {} tokens:\n", kReaders, json["tokens"].get<int>());
@@ -287,6 +300,12 @@ void PrintTable(const Json& json) {
     fmt::print("  {:<12} {:>7.1f} s {:>8.0f} MiB {:>15.0f} ms {:>9.0f} ms {:>9.0f} ms\n", name,
                team["wall_ms"].get<double>() / 1000, team["peak_pss_bytes"].get<double>() / (1 << 20),
                ttft("synthesizer"), ttft("critic"), ttft("editor"));
+  }
+  const Json& synthesizer = json["team"]["handoff"]["agents"]["synthesizer"];
+  fmt::print("\nthe synthesizer's contexts: {}, {} tokens reused, {} read\n", synthesizer["handoff"].get<std::string>(),
+             synthesizer["tokens_reused"].get<int64_t>(), synthesizer["tokens_recomputed"].get<int64_t>());
+  for (const auto& [other, times] : json["synthesizer_ttft_times"].items()) {
+    fmt::print("its first token takes {:.1f} times as long by {}\n", times.get<double>(), other);
   }
 }
 

@@ -202,6 +202,10 @@ Result<uint64_t> WarmSegments::Add(BrokerClient& broker, const std::string& id_o
   return bytes;
 }
 
+void WarmSegments::Keep(const Context& context) {
+  for (const auto& segment : context.segments) segments_[segment->digest()] = segment;
+}
+
 std::shared_ptr<const Segment> WarmSegments::Find(const std::string& digest) const {
   const auto found = segments_.find(digest);
   return found == segments_.end() ? nullptr : found->second;

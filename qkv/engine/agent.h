@@ -119,12 +119,14 @@ class WarmSegments {
   // Fetches a context, keeps its segments, lets its lease go. Returns the bytes that were not here before. What cannot be
   // had, or fails its check, is not kept. Errors: FetchContext's and Segment::Verify's.
   Result<uint64_t> Add(BrokerClient& broker, const std::string& id_or_name, int threads);
+  // What this process wrote and sealed: mapped and known to be whole already.
+  void Keep(const Context& context);
   // The kept one of the same content, or null.
   std::shared_ptr<const Segment> Find(const std::string& digest) const;
   void Clear() { segments_.clear(); }
 
  private:
-  std::map<std::string, std::shared_ptr<const Segment>> segments_;  // by digest; every page checked
+  std::map<std::string, std::shared_ptr<const Segment>> segments_;  // by digest; each knows which pages are checked
 };
 
 class Agent {
@@ -151,6 +153,9 @@ class Agent {
   // When the broker has hung up: a new connection, and, if it is a new broker, the context that was published last
   // announced again. Called by Run; call it while waiting, too, so that others find that context. Errors: the client's.
   Status KeepAnnounced();
+
+  // What was published last; null: nothing.
+  const Context* published() const { return published_ ? &published_->context : nullptr; }
 
   Sequence& sequence() { return *sequence_; }
   const Vocab& vocab() const { return vocab_; }

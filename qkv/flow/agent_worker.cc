@@ -3,6 +3,7 @@
 #include "qkv/flow/agent_worker.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -30,9 +31,20 @@ double MsSince(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
+// How long a worker keeps what its last turn left when nobody has said what comes next. Letting go takes milliseconds, which
+// would be somebody else's if it were done at once: the next agent is just reading its prompt.
+constexpr std::chrono::milliseconds kKeepFor{200};
+
 class Channel {
  public:
   Channel(int in_fd, int out_fd) : in_fd_(in_fd), out_fd_(out_fd) {}
+
+  // Whether there is more to read, or the runner has hung up, within that time.
+  bool WaitForMore(std::chrono::milliseconds most) {
+    if (received_.find('\n', scanned_) != std::string::npos) return true;
+    pollfd fd{in_fd_, POLLIN, 0};
+    return ::poll(&fd, 1, static_cast<int>(most.count())) != 0;
+  }
 
   // The next line; nothing once the runner has hung up. Waits as long as the runner lives, which ends this process too.
   std::optional<std::string> ReadLine() {
@@ -93,25 +105,39 @@ class Worker {
     if (setup->warm_up) WarmUp();
     channel_.Send(AgentReady{.load_ms = MsSince(start), .tokenizer = tokenizer});
 
-    while (const std::optional<std::string> next = channel_.ReadLine()) {
+    for (;;) {
+      if (used_ && !channel_.WaitForMore(kKeepFor)) LetGo();
+      const std::optional<std::string> next = channel_.ReadLine();
+      if (!next) return {};
       QKV_ASSIGN_OR_RETURN(const AgentCommand command, ParseAgentCommand(*next));
       if (const auto* prepare = std::get_if<AgentPrepare>(&command)) {
+        if (used_) LetGo();
         Prepare(*prepare);
       } else if (const auto* turn = std::get_if<AgentTurn>(&command)) {
+        if (used_ && turn->inherits.empty()) LetGo();
         auto result = Turn(*turn);
-        result ? channel_.Send(AgentDone{*std::move(result), trace_->Take()})
-               : channel_.Send(AgentFailed{result.error()});
-        // What was published lives on at the broker; an agent that has answered needs nothing here.
-        agent_.reset();
-        warm_.Clear();
+        used_ = true;
+        if (result) {
+          channel_.Send(AgentDone{*std::move(result), trace_->Take()});
+          if (agent_->published() != nullptr) warm_.Keep(*agent_->published());
+        } else {
+          channel_.Send(AgentFailed{result.error()});
+          LetGo();
+        }
       } else {
         return Err(Code::kCorrupt, "agent worker: a command out of turn");
       }
     }
-    return {};
   }
 
  private:
+  // What was published lives on at the broker.
+  void LetGo() {
+    agent_.reset();
+    warm_.Clear();
+    used_ = false;
+  }
+
   // The first step of a process finds none of the model's pages in place. What comes out here is nobody's, and if it fails
   // the first turn will say so.
   void WarmUp() {
@@ -134,10 +160,10 @@ class Worker {
   template <class Command>
   Status MakeAgent(const Command& command) {
     ConnectBroker();
-    const auto key = std::tuple(command.agent, ToString(command.kv), command.n_ctx, command.threads);
+    const auto key = std::tuple(ToString(command.kv), command.n_ctx, command.threads, command.trace);
     if (agent_ != nullptr && key == agent_key_) return {};
     agent_.reset();
-    trace_ = std::make_unique<Trace>(command.agent);
+    trace_ = std::make_unique<Trace>("");  // the runner knows whose it is
     SequenceOptions options = {.n_ctx = command.n_ctx, .n_threads = command.threads, .kv = command.kv};
     if (command.trace) options.trace = trace_.get();
     options.on_progress = [this](size_t done, size_t total) {
@@ -200,7 +226,8 @@ class Worker {
   WarmSegments warm_;
   std::unique_ptr<Trace> trace_ = std::make_unique<Trace>("");  // of the agent
   std::unique_ptr<Agent> agent_;
-  std::tuple<std::string, std::string, int, int> agent_key_;
+  std::tuple<std::string, int, int, bool> agent_key_;
+  bool used_ = false;  // the agent has had a turn; what it holds is kept for whoever goes on from it at once
   bool in_turn_ = false;
 };
 

@@ -32,6 +32,7 @@ struct FlowWorker {
   std::string tokenizer;  // once loaded
   int for_agent = -1;     // whom it was started for
   int agent = -1;         // whose turn it runs, or will once it has loaded
+  int last = -1;          // whose turn it ran last, to the end: it keeps that one's context for a moment
   int prepared = -1;      // who was prepared here
   int threads = 0;        // of the turn
   bool loading = true;

@@ -98,6 +98,14 @@ int Plan::base(int node) const {
   return first_is_base ? nodes_[node].reads.front() : nodes_[node].inherits;
 }
 
+int Plan::heir(int node) const {
+  int first = -1;
+  for (int reader : readers_[node]) {
+    if (nodes_[reader].inherits == node && (first < 0 || Before(reader, first))) first = reader;
+  }
+  return first;
+}
+
 int64_t Plan::own_tokens(int node) const {
   int64_t tokens = nodes_[node].read_tokens + nodes_[node].write_tokens;
   // What it reads behind another prefix is its own KV as long as that has to be computed again.

@@ -63,8 +63,10 @@ class Plan {
 
   const std::vector<PlanNode>& nodes() const { return nodes_; }
   const std::vector<int>& readers(int node) const { return readers_[node]; }  // of its context
-  int base(int node) const;     // whose context it goes on from, by `inherits` or as the first of `reads`; -1: nobody's
-  double cost(int node) const;  // of its own turn
+  int base(int node) const;  // whose context it goes on from, by `inherits` or as the first of `reads`; -1: nobody's
+  // Of those that go on from it by `inherits` the first to start: who may do so where its context is; -1: nobody.
+  int heir(int node) const;
+  double cost(int node) const;                                    // of its own turn
   double path_cost(int node) const { return path_costs_[node]; }  // to the end, its own included
   int64_t own_tokens(int node) const;                             // of KV that it makes, about
   int64_t context_tokens(int node) const;                         // that its context will have, about

@@ -190,6 +190,12 @@ TEST_F(PlanTest, BehindNoPrefixTheFirstContextIsShared) {
   EXPECT_EQ(plan_->own_tokens(3), 100 + 30 + 5);
 }
 
+TEST_F(PlanTest, TheHeirIsTheFirstOfThoseThatInherit) {
+  Given("a\nquick < a\nlong < a w 100\nreader & a w 500");
+  EXPECT_EQ(plan_->heir(0), 2) << "most work waits for it";
+  EXPECT_EQ(plan_->heir(1), -1);
+}
+
 TEST_F(PlanTest, MostWorkGoesFirst) {
   Given("short w 10\nlong w 10\nnext + long w 100\nmiddle w 50");
   EXPECT_EQ(Ready(), "long middle short") << "what waits for it counts";

@@ -222,8 +222,23 @@ class Run {
   void StartFirstWorkers() {
     for (const PlanForecast::Turn& turn : forecast_.turns) {
       if (workers_.size() >= MostWorkers()) break;
-      if (!over(turn.node)) StartWorker(turn.node);
+      if (!over(turn.node) && !GoesOnInPlace(turn.node)) StartWorker(turn.node);
     }
+  }
+
+  // Agent i needs no worker but that of the agent whose context it goes on from, where all of it is at hand.
+  bool GoesOnInPlace(int i) const {
+    const int producer = node(i).inherits;
+    return options_.in_place && producer >= 0 && plan_.heir(producer) == i && ModelOf(producer) == ModelOf(i);
+  }
+  // That worker, while it is at that turn or idle after it.
+  FlowWorker* WorkerOfProducer(int i) const {
+    if (!GoesOnInPlace(i)) return nullptr;
+    const int producer = node(i).inherits;
+    for (const auto& worker : workers_) {
+      if (worker != nullptr && (worker->agent >= 0 ? worker->agent : worker->last) == producer) return worker.get();
+    }
+    return nullptr;
   }
 
   // A worker that may take agent i's turn or prepare it, or null. `steal`: also one that was prepared for another agent,
@@ -236,6 +251,7 @@ class Run {
       }
       return nullptr;
     };
+    if (auto* w = WorkerOfProducer(i); w != nullptr && w->agent < 0) return w;
     if (auto* w = find([&](FlowWorker& w) { return w.prepared == i; })) return w;
     if (auto* w = find([&](FlowWorker& w) { return w.prepared < 0 && w.model == model && w.for_agent == i; })) return w;
     if (auto* w = find([&](FlowWorker& w) { return w.prepared < 0 && w.model == model && !w.loading; })) return w;
@@ -305,7 +321,7 @@ class Run {
     }
     worker.process->Send(ToLine(*turn));
     worker.deadline = Clock::now() + TurnDeadline(i);
-    worker.prepared = -1;
+    worker.prepared = worker.last = -1;
     worker.used = true;
     state.hop.started_at_ms = SinceStart();
     Tell(FlowEvent::Kind::kStarted, i);
@@ -318,21 +334,28 @@ class Run {
 
   // --- ahead of time --------------------------------------------------------------------------------------------------
 
+  AgentPrepare PreparationOf(int i, const std::string& context) const {
+    return {.agent = agent(i).name,
+            .kv = CodecsOf(i),
+            .n_ctx = flow_.n_ctx,
+            .threads = PlannedThreads(i),
+            .prefix = false,
+            .system = "",
+            .context = context,
+            .trace = options_.trace};
+  }
+
   void PrepareUpcoming() {
     for (int i : plan_.Upcoming()) {
       const bool done = std::any_of(workers_.begin(), workers_.end(),
                                     [&](const auto& worker) { return worker != nullptr && worker->prepared == i; });
-      if (done || over(i)) continue;
+      if (done || over(i) || WorkerOfProducer(i) != nullptr) continue;
       FlowWorker* worker = FindWorker(i, /*steal=*/false);
       if (over(i)) continue;
       if (worker == nullptr) break;
       worker->prepared = i;
-      AgentPrepare prepare;
-      prepare.agent = agent(i).name;
-      prepare.kv = CodecsOf(i);
-      prepare.n_ctx = flow_.n_ctx;
-      prepare.threads = PlannedThreads(i);
-      prepare.trace = options_.trace;
+      worker->last = -1;  // it lets go of what it kept
+      AgentPrepare prepare = PreparationOf(i, WhatIsThere(plan_.base(i)));
       if (!node(i).reads.empty() && !agent(i).system.empty()) {
         // Unless it quotes somebody who has not answered yet.
         if (auto system = flow_.SystemOf(agent(i), result_.outputs)) {
@@ -340,7 +363,6 @@ class Run {
           prepare.system = *std::move(system);
         }
       }
-      prepare.context = WhatIsThere(plan_.base(i));
       worker->process->Send(ToLine(prepare));
     }
   }
@@ -358,14 +380,7 @@ class Run {
     for (const auto& worker : workers_) {
       const int i = worker == nullptr ? -1 : worker->prepared;
       if (i < 0 || plan_.base(i) != producer) continue;
-      AgentPrepare prepare;
-      prepare.agent = agent(i).name;
-      prepare.kv = CodecsOf(i);
-      prepare.n_ctx = flow_.n_ctx;
-      prepare.threads = PlannedThreads(i);
-      prepare.trace = options_.trace;
-      prepare.context = announced.context;
-      worker->process->Send(ToLine(prepare));
+      worker->process->Send(ToLine(PreparationOf(i, announced.context)));
     }
   }
 
@@ -439,10 +454,14 @@ class Run {
       Tell(FlowEvent::Kind::kText, i, text->piece);
     } else if (auto* done = std::get_if<AgentDone>(&*event); done != nullptr && running) {
       worker.agent = -1;
+      worker.last = i;
       agents_[i].result = std::move(done->result);
       agents_[i].hop.ended_at_ms = SinceStart();
       result_.outputs[agent(i).name] = agents_[i].result.text;
-      for (TraceEvent& event : done->trace) event.pid = i + 1;  // a row for each agent: workers are shared
+      for (TraceEvent& event : done->trace) {  // a row for each agent: workers are shared
+        event.process = agent(i).name;
+        event.pid = i + 1;
+      }
       std::move(done->trace.begin(), done->trace.end(), std::back_inserter(result_.trace));
       Tell(FlowEvent::Kind::kFinished, i, {}, &agents_[i].result);
       ReportOwnReason(i, /*failed=*/false);

@@ -56,6 +56,7 @@ struct RunOptions {
   uint64_t budget_bytes = uint64_t{4} << 30;  // of our own broker
   int jobs = 0;                // most agents at work at one time; 0: as many as are of use, and not more than threads
   bool ahead = true;           // get readers ready while their producers still generate
+  bool in_place = true;        // who is first to go on from a context does so in its producer's worker
   bool digest_logits = false;  // for tests: fill in ModeResult::logits_digests
   std::chrono::milliseconds load_deadline = std::chrono::minutes(2);
   std::chrono::milliseconds turn_deadline = std::chrono::minutes(30);  // of agents without their own

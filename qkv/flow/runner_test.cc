@@ -477,6 +477,7 @@ TEST_F(RunnerTest, ReadersArePreparedWhileTheirProducersWork) {
   Given(R"(agents:
   - {name: a, prompt: x}
   - {name: b, inherits: a}
+  - {name: heir, inherits: b, prompt: y}
   - {name: c, inherits: b, prompt: y}
   - {name: d, system: own, reads: [b], prompt: z}
 )");
@@ -486,8 +487,37 @@ TEST_F(RunnerTest, ReadersArePreparedWhileTheirProducersWork) {
   EXPECT_TRUE(Run().ok());
   EXPECT_EQ(PrepareOf("c").context, "id-a") << "what its producer goes on from is there already";
   EXPECT_FALSE(PrepareOf("c").prefix);
+  EXPECT_EQ(Read("heir.prepare"), "") << "it goes on where its context is";
   EXPECT_TRUE(PrepareOf("d").prefix);
   EXPECT_EQ(PrepareOf("d").system, "own");
+}
+
+TEST_F(RunnerTest, TheFirstToGoOnFromAContextDoesSoInItsProducersWorker) {
+  Given(R"(agents:
+  - {name: a, prompt: x}
+  - {name: b, inherits: a, prompt: y}
+  - {name: c, inherits: b, prompt: y}
+  - {name: d, inherits: b, prompt: z}
+)");
+  options_.jobs = 2;
+  const auto run = [&] {
+    std::filesystem::remove(directory_ / "ran");
+    EXPECT_TRUE(Run().ok());
+    std::map<std::string, pid_t> ran;
+    std::istringstream lines(Read("ran"));
+    std::string name;
+    for (pid_t pid; lines >> name >> pid;) ran[name] = pid;
+    return ran;
+  };
+  Does("c", "while [ ! -e d.turn ]; do sleep 0.01; done; answer");  // d must have another
+  const auto in_place = run();
+  EXPECT_EQ(in_place.at("b"), in_place.at("a"));
+  EXPECT_EQ(in_place.at("c"), in_place.at("a"));
+  EXPECT_NE(in_place.at("d"), in_place.at("a"));
+  Does("a", "while [ ! -e b.prepare ]; do sleep 0.01; done; answer");
+  options_.in_place = false;
+  const auto apart = run();
+  EXPECT_NE(apart.at("b"), apart.at("a")) << "it was prepared in another";
 }
 
 TEST_F(RunnerTest, NothingIsPreparedIfNotWanted) {
