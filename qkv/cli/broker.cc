@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "qkv/base/size.h"
 #include "qkv/broker/event_writer.h"
 #include "qkv/cli/commands.h"
 #include "qkv/cli/options.h"
@@ -97,7 +98,8 @@ void AddBroker(CLI::App& app, int& status) {
       ->add_option("--metrics", options->metrics,
                    "serve Prometheus metrics over HTTP at this loopback address (127.0.0.1:9464), /metrics")
       ->type_name("HOST:PORT");
-  command->add_option("--store", options->store, "keep contexts in this directory as well, and know them after a restart")
+  command
+      ->add_option("--store", options->store, "keep contexts in this directory as well, and know them after a restart")
       ->type_name("DIR");
   command->add_option("--store-budget", options->store_budget, "bytes of disk that --store takes at most")
       ->capture_default_str()

@@ -65,8 +65,6 @@ Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::
 
 // "1024,4096" → numbers, each within [low, high].
 Result<std::vector<int>> ParseIntList(const std::string& text, const std::string& flag, int low, int high);
-// "512M", "4GiB", "1000000" → bytes.
-Result<uint64_t> ParseBytes(const std::string& text, const std::string& flag);
 
 // One line on stderr ("qkvshare: …"), and the exit status.
 int Fail(const Error& error);

@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "qkv/base/size.h"
 #include "qkv/flow/flow_agents-inl.h"
 
 namespace qkv::flow_yaml {
@@ -224,10 +225,24 @@ class AgentsReader {
       } else if (one.key == "splice") {
         QKV_ASSIGN_OR_RETURN(edge.edge.splice, ReadSplice(one));
       } else {
-        QKV_RETURN_IF_ERROR(reader_.Read(one, 1, 1 << 30, edge.edge.budget));
+        QKV_RETURN_IF_ERROR(Budget(one, edge.edge));
       }
     }
     return {};
+  }
+
+  // Tokens, or bytes with a unit.
+  Status Budget(const Entry& entry, FlowEdge& edge) const {
+    const std::string text = entry.value.IsScalar() ? entry.value.Scalar() : std::string();
+    const bool has_unit = !text.empty() && text.find_first_not_of("0123456789") != std::string::npos;
+    const auto bytes = has_unit ? ParseBytes(text, entry.key) : Result<uint64_t>(0);
+    if (!bytes || (has_unit && text[0] == '-')) {
+      return reader_.At(entry.mark(),
+                        "{}: expected a number of tokens from 1 to {}, or a size such as 512MiB, found {}", entry.key,
+                        1 << 30, Quoted(text));
+    }
+    edge.budget_bytes = *bytes;
+    return has_unit ? Status{} : reader_.Read(entry, 1, 1 << 30, edge.budget);
   }
 
   // An input's name, or a list of texts.

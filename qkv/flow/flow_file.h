@@ -39,6 +39,7 @@ struct FlowEdge {
   std::string from;
   OnMiss on_miss = OnMiss::kText;  // not for kText
   int64_t budget = 0;              // most tokens to take over; a longer context is a miss. 0: any
+  uint64_t budget_bytes = 0;       // the same for its pages
   SplicePolicy splice;             // for kReads
 };
 

@@ -216,6 +216,12 @@ TEST(FlowFileErrors, WrongTypes) {
             "f.yaml:4:17: max_tokens: expected a whole number from 1 to 1048576, found 'many'");
   EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    max_tokens: 1.5\n")),
             "f.yaml:4:17: max_tokens: expected a whole number from 1 to 1048576, found '1.5'");
+  for (const char* budget : {"-1", "12 potatoes", "0K", "1.5G"}) {
+    EXPECT_EQ(ErrorOf(Agents(fmt::format("  - name: a\n    inherits: {{from: b, budget: {}}}\n", budget))),
+              fmt::format("f.yaml:3:34: budget: expected a number of tokens from 1 to 1073741824, or a size such as "
+                          "512MiB, found '{}'",
+                          budget));
+  }
   EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    temperature: nan\n")),
             "f.yaml:4:18: temperature: expected a number from 0 to 100, found 'nan'");
   EXPECT_EQ(ErrorOf(Agents("  - name: a\n    prompt: b\n    ? [x]\n    : y\n")),
@@ -496,7 +502,8 @@ TEST(Reads, TakesOneContextOrSeveral) {
   auto flow = ParseFlow(
       "agents:\n  - {name: a, prompt: x}\n  - {name: b, prompt: x}\n"
       "  - {name: one, reads: a, prompt: y, on_miss: fail}\n"
-      "  - name: two\n    system: own\n    prompt: y\n    reads: [a, {from: b, on_miss: text, budget: 9}]\n"
+      "  - name: two\n    system: own\n    prompt: y\n    reads: [{from: a, budget: 512MiB}, {from: b, on_miss: text, "
+      "budget: 9}]\n"
       "    on_miss: fail\n",
       "f.yaml");
   ASSERT_TRUE(flow) << flow.error().message;
@@ -509,6 +516,9 @@ TEST(Reads, TakesOneContextOrSeveral) {
   EXPECT_EQ(flow->agents[3].edges[0].on_miss, OnMiss::kFail);
   EXPECT_EQ(flow->agents[3].edges[1].on_miss, OnMiss::kText) << "the edge's own";
   EXPECT_EQ(flow->agents[3].edges[1].budget, 9);
+  EXPECT_EQ(flow->agents[3].edges[1].budget_bytes, 0u);
+  EXPECT_EQ(flow->agents[3].edges[0].budget, 0);
+  EXPECT_EQ(flow->agents[3].edges[0].budget_bytes, uint64_t{512} << 20);
 }
 
 TEST(Reads, SayHowTheirContextsMayBeSpliced) {

@@ -31,7 +31,7 @@ Result<AgentTurn> TurnMaker::Make(int i, const std::map<std::string, std::string
 
 // Why `reader` can't take over `producer`'s context, apart from what only its worker can find out.
 Status TurnMaker::CheckHandoff(const AgentRecord& reader, int reader_index, int producer_index,
-                               const AgentRecord& producer, int64_t budget) const {
+                               const AgentRecord& producer, const FlowEdge& edge) const {
   const std::string& name = flow_.agents[producer_index].name;
   if (producer.tokenizer != reader.tokenizer) {
     return Err(Code::kIncompatible, Reason::kTokenizerMismatch,
@@ -44,9 +44,13 @@ Status TurnMaker::CheckHandoff(const AgentRecord& reader, int reader_index, int 
                producer.result.publish_error);
   }
   const auto n_tokens = static_cast<int64_t>(producer.result.context_tokens.size());
-  if (budget > 0 && n_tokens > budget) {
+  if (edge.budget > 0 && n_tokens > edge.budget) {
     return Err(Code::kExhausted, Reason::kTooLong, "the context of '{}' has {} tokens, the budget is {}", name,
-               n_tokens, budget);
+               n_tokens, edge.budget);
+  }
+  if (edge.budget_bytes > 0 && producer.result.kv_bytes > edge.budget_bytes) {
+    return Err(Code::kExhausted, Reason::kTooLong, "the context of '{}' has {} bytes, the budget is {}", name,
+               producer.result.kv_bytes, edge.budget_bytes);
   }
   return {};
 }
@@ -60,7 +64,7 @@ Status TurnMaker::GoOn(int i, const std::vector<AgentRecord*>& records, AgentTur
   said = parent.transcript + parent.result.text;
   turn.history = parent.result.context_tokens;
   turn.prefix_tokens = parent.result.prefix_tokens;
-  const Status fits = CheckHandoff(record, i, producer, parent, edge.budget);
+  const Status fits = CheckHandoff(record, i, producer, parent, edge);
   if (fits) {
     if (mode_ == FlowMode::kHandoff) turn.inherits = parent.result.context_id;
     return {};
@@ -93,7 +97,7 @@ Status TurnMaker::ReadContexts(int i, const std::vector<AgentRecord*>& records, 
                          .on_miss = edge.on_miss,
                          .splice = edge.splice,
                          .prefix_tokens = static_cast<int>(parent.result.prefix_tokens)};
-      if (const Status fits = CheckHandoff(record, i, producer, parent, edge.budget); !fits) {
+      if (const Status fits = CheckHandoff(record, i, producer, parent, edge); !fits) {
         record.reason = fits.error().reason;
         record.reason_detail = fits.error().message;
         if (edge.on_miss == OnMiss::kFail) return fits;

@@ -39,7 +39,7 @@ class TurnMaker {
 
  private:
   Status CheckHandoff(const AgentRecord& reader, int reader_index, int producer_index, const AgentRecord& producer,
-                      int64_t budget) const;
+                      const FlowEdge& edge) const;
   Status GoOn(int i, const std::vector<AgentRecord*>& records, AgentTurn& turn, std::string& said) const;
   Status ReadContexts(int i, const std::vector<AgentRecord*>& records, AgentTurn& turn, std::string& said) const;
 

@@ -130,6 +130,18 @@ TEST_F(TurnMakerTest, AMissThatIsNotWantedIsAnErrorAndTheReasonStays) {
   EXPECT_EQ(all_[1].reason, Reason::kNone) << "of the last attempt";
 }
 
+TEST_F(TurnMakerTest, ABudgetInBytesCountsPages) {
+  Given("  - {name: a, prompt: p}\n  - {name: b, inherits: {from: a, budget: 1KiB, on_miss: fail}, prompt: q}\n");
+  Finished(0);
+  all_[0].result.kv_bytes = 1024;
+  EXPECT_TRUE(Make(1));
+  all_[0].result.kv_bytes = 1025;
+  const auto turn = Make(1);
+  ASSERT_FALSE(turn);
+  EXPECT_EQ(turn.error().reason, Reason::kTooLong);
+  EXPECT_EQ(turn.error().message, "the context of 'a' has 1025 bytes, the budget is 1024");
+}
+
 TEST_F(TurnMakerTest, TranscriptsGrowAlongAChain) {
   Given("  - {name: a, system: s, prompt: p}\n  - {name: b, inherits: a, prompt: q}\n  - {name: c, inherits: b}\n");
   Finished(0);
