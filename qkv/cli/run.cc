@@ -36,7 +36,15 @@ struct Options {
   std::string json_file;
   std::string report_file;
   std::string trace_file;
+  std::string metrics;  // an address or a file
 };
+
+// HOST:PORT; everything else is a file.
+bool IsAddress(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  return colon != std::string::npos && colon + 1 < text.size() && text.find('/') == std::string::npos &&
+         text.find_first_not_of("0123456789", colon + 1) == std::string::npos;
+}
 
 std::atomic<bool> stop_requested{false};  // a signal handler can reach nothing else
 void RequestStop(int) {
@@ -57,8 +65,21 @@ Result<int> Run(const Options& options) {
   if (!options.trace_file.empty()) QKV_RETURN_IF_ERROR(CheckOutputFile(options.trace_file, "--trace"));
   if (!options.report_file.empty()) QKV_RETURN_IF_ERROR(CheckOutputFile(options.report_file, "--report"));
 
-  FlowScreen screen(options.quiet);
   RunOptions run;
+  std::unique_ptr<MetricsEndpoint> endpoint;
+  if (!options.metrics.empty()) {
+    if (!options.socket.empty()) {
+      return Err(Code::kInvalidArgument,
+                 "--metrics is for the run's own broker; the one at --socket is asked by its own --metrics");
+    }
+    run.metrics = std::make_shared<BrokerMetrics>();
+    if (IsAddress(options.metrics)) {
+      QKV_ASSIGN_OR_RETURN(endpoint, MetricsEndpoint::Start(options.metrics, run.metrics));
+    } else {
+      QKV_RETURN_IF_ERROR(CheckOutputFile(options.metrics, "--metrics"));
+    }
+  }
+  FlowScreen screen(options.quiet);
   run.mode = options.mode == "text" ? FlowMode::kText : FlowMode::kHandoff;
   if (!options.kv.empty()) {
     QKV_ASSIGN_OR_RETURN(run.kv, ParseCodecPair(options.kv));
@@ -98,6 +119,9 @@ Result<int> Run(const Options& options) {
     for (const ModeResult& mode : report.modes) events.insert(events.end(), mode.trace.begin(), mode.trace.end());
     QKV_RETURN_IF_ERROR(WriteOutputFile(options.trace_file, TraceToJson(events)));
   }
+  if (run.metrics != nullptr && endpoint == nullptr) {
+    QKV_RETURN_IF_ERROR(WriteOutputFile(options.metrics, run.metrics->Text()));
+  }
   if (!options.report_file.empty()) QKV_RETURN_IF_ERROR(WriteOutputFile(options.report_file, ToHtml(report)));
   for (const ModeResult& mode : report.modes) {
     for (const AgentFailure& failure : mode.failures) {
@@ -130,6 +154,11 @@ void AddRun(CLI::App& app, int& status) {
       ->type_name("FILE");
   command->add_option("--report", options->report_file, "write a page for a browser: graph, timeline, memory")
       ->type_name("FILE");
+  command
+      ->add_option("--metrics", options->metrics,
+                   "Prometheus metrics of the handoffs: write them to a file at the end, or serve them meanwhile over "
+                   "HTTP at this loopback address (127.0.0.1:9464), /metrics")
+      ->type_name("FILE|HOST:PORT");
   command->add_option("-j,--jobs", options->jobs, "most agents at work at one time (default: as the flow allows)")
       ->check(CLI::Range(1, 256));
   command->add_flag("--no-ahead", options->no_ahead,

@@ -164,8 +164,9 @@ class Run {
     if (socket_.empty()) {
       QKV_ASSIGN_OR_RETURN(directory_, PrivateDirectory::Make());
       socket_ = directory_->path() + "/broker.sock";
-      QKV_ASSIGN_OR_RETURN(broker_,
-                           BrokerServer::Start({.socket_path = socket_, .budget_bytes = options_.budget_bytes}));
+      QKV_ASSIGN_OR_RETURN(
+          broker_, BrokerServer::Start(
+                       {.socket_path = socket_, .budget_bytes = options_.budget_bytes, .metrics = options_.metrics}));
     }
     QKV_ASSIGN_OR_RETURN(client_, BrokerClient::Connect(socket_));
     return {};

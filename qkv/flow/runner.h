@@ -16,11 +16,13 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "qkv/broker/metrics.h"
 #include "qkv/flow/flow_file.h"
 #include "qkv/flow/report.h"
 
@@ -54,6 +56,7 @@ struct RunOptions {
   std::optional<CodecPair> kv;  // handoff only; nothing: HandoffCodecs(flow)'s first. Text mode keeps f16 pages.
   std::string socket;           // an existing broker's; empty: one of our own, in a private directory
   uint64_t budget_bytes = uint64_t{4} << 30;  // of our own broker
+  std::shared_ptr<BrokerMetrics> metrics;     // where our own broker counts; null: nowhere
   int jobs = 0;                // most agents at work at one time; 0: as many as are of use, and not more than threads
   bool ahead = true;           // get readers ready while their producers still generate
   bool in_place = true;        // who is first to go on from a context does so in its producer's worker
