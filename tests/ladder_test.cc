@@ -326,7 +326,8 @@ TEST_F(Ladder, TheSameModelAttachesAndAnswersAsItsProducer) {
   EXPECT_EQ(attached->mode, HandoffMode::kAttach);
   EXPECT_EQ(attached->tokens_reused, kContextTokens);
   EXPECT_TRUE(attached->steps_down.empty());
-  EXPECT_THAT(server_->metrics()->Text(), HasSubstr("qkvshare:handoffs_total{mode=\"attach\"} 1\n"));
+  EXPECT_THAT(server_->metrics()->Text(),
+              HasSubstr(R"(qkvshare:handoffs_total{kv_type="i8",mode="attach",model_name="tiny"} 1)"));
 }
 
 // --- the wrong model ---------------------------------------------------------------------------------------------

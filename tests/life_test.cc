@@ -6,7 +6,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -56,6 +58,10 @@ class Life : public ::testing::Test {
     BrokerOptions options;
     options.socket_path = socket_;
     options.store_directory = store_;
+    options.on_event = [this](const std::string& line) {
+      const std::lock_guard lock(mutex_);
+      log_ += line + "\n";
+    };
     auto key = KeyFromFile(dir_.path() + "/seal.key");
     ASSERT_TRUE(key) << key.error().message;
     options.seal_key = *std::move(key);
@@ -123,6 +129,8 @@ class Life : public ::testing::Test {
   TempDir dir_;
   const std::string socket_ = dir_.path() + "/broker.sock";
   const std::string store_ = dir_.path() + "/store";
+  std::mutex mutex_;
+  std::string log_;
   std::unique_ptr<BrokerServer> server_;
   std::unique_ptr<BrokerClient> client_;
 };
@@ -254,7 +262,11 @@ TEST_F(Life, AnEncryptedContextIsReadByWhoMayAttachAndByNobodyElse) {
     }
     auto consumer = NewAgent();
     const TurnResult attached = Run(*consumer, request);
-    EXPECT_EQ(attached.mode, HandoffMode::kAttach);
+    EXPECT_EQ(attached.mode, HandoffMode::kCopy);
+    uint64_t plain_bytes = 0;
+    for (const auto& segment : plain->segments) plain_bytes += segment->bytes();
+    EXPECT_EQ(attached.bytes_copied, plain_bytes);
+    EXPECT_TRUE(attached.steps_down.empty()) << "nothing was refused";
     EXPECT_EQ(attached.output_tokens, expected.output_tokens);
     EXPECT_EQ(attached.logits_digest, expected.logits_digest);
     EXPECT_TRUE(Info("child").encrypted) << "what goes on from a secret is one";
@@ -266,6 +278,80 @@ TEST_F(Life, AnEncryptedContextIsReadByWhoMayAttachAndByNobodyElse) {
   const auto denied = NewAgent()->Run(request);
   ASSERT_FALSE(denied);
   EXPECT_EQ(denied.error().reason, Reason::kDenied) << denied.error().message;
+}
+
+TEST_F(Life, ACopyAnswersAsAnAttachDoesAndIsCounted) {
+  Publish(*NewAgent(), "secret", true);
+  Publish(*NewAgent(), "open", false);
+  TurnRequest request = Question();
+  request.inherits = "secret";
+  request.on_miss = OnMiss::kFail;
+  const TurnResult copied = Run(*NewAgent(), request);
+  request.inherits = "open";
+  const TurnResult attached = Run(*NewAgent(), request);
+  EXPECT_EQ(copied.mode, HandoffMode::kCopy);
+  EXPECT_EQ(attached.mode, HandoffMode::kAttach);
+  EXPECT_EQ(attached.bytes_copied, 0u);
+  EXPECT_EQ(copied.logits_digest, attached.logits_digest) << "bit for bit";
+  EXPECT_EQ(copied.tokens_reused, attached.tokens_reused);
+  const std::string metrics = server_->metrics()->Text();
+  EXPECT_NE(metrics.find(R"(qkvshare:handoffs_total{kv_type="i8",mode="copy",)"), std::string::npos);
+  EXPECT_NE(metrics.find(fmt::format("}} {}\n", copied.bytes_copied)), std::string::npos) << metrics;
+  const std::lock_guard lock(mutex_);
+  EXPECT_NE(
+      log_.find(fmt::format(R"("mode":"copy","reason":"","failed":false,"bytes_copied":{})", copied.bytes_copied)),
+      std::string::npos);
+}
+
+// A broker of another user keeps its files; it could truncate them under whoever maps them.
+TEST_F(Life, FilesOfAnotherUsersBrokerAreCopied) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  constexpr uid_t kOther = 65534;
+  const TempDir theirs;
+  ASSERT_EQ(::chown(theirs.path().c_str(), kOther, kOther), 0);
+  const std::string socket = theirs.path() + "/broker.sock";
+  pid_t broker = -1;
+  const auto connect = [&]() -> std::unique_ptr<BrokerClient> {
+    auto client = BrokerClient::Connect(socket, ConnectOptions{.broker_uids = {kOther}});
+    return client ? *std::move(client) : nullptr;
+  };
+  std::unique_ptr<BrokerClient> client;
+  const auto restart = [&] {
+    client.reset();
+    if (broker > 0) {
+      ::kill(broker, SIGKILL);
+      ::waitpid(broker, nullptr, 0);
+    }
+    broker = ::fork();
+    if (broker == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (::setgid(kOther) != 0 || ::setuid(kOther) != 0) ::_exit(1);
+      const auto server = BrokerServer::Start({.socket_path = socket, .store_directory = theirs.path() + "/store"});
+      if (!server) ::_exit(2);
+      for (;;) ::pause();
+    }
+    ASSERT_TRUE(Eventually([&] { return (client = connect()) != nullptr; }));
+  };
+  ASSERT_NO_FATAL_FAILURE(restart());
+  auto producer = NewAgent(client.get());
+  Publish(*producer, "report", false);
+  const TurnResult expected = Run(*producer, Question());
+  ASSERT_TRUE(Eventually([&] {
+    const auto status = client->List();
+    return status && status->contexts.size() == 1 && status->contexts[0].stored;
+  }));
+  TurnRequest request = Question();
+  request.inherits = "report";
+  request.on_miss = OnMiss::kFail;
+  EXPECT_EQ(Run(*NewAgent(client.get()), request).mode, HandoffMode::kAttach) << "sealed memory";
+  producer.reset();
+  ASSERT_NO_FATAL_FAILURE(restart());
+  const TurnResult copied = Run(*NewAgent(client.get()), request);
+  EXPECT_EQ(copied.mode, HandoffMode::kCopy);
+  EXPECT_GT(copied.bytes_copied, 0u);
+  EXPECT_EQ(copied.logits_digest, expected.logits_digest) << "bit for bit";
+  ::kill(broker, SIGKILL);
+  ::waitpid(broker, nullptr, 0);
 }
 
 TEST_F(Life, AnAgentReconnectsAndAnnouncesAgainToANewBroker) {

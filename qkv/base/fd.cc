@@ -13,8 +13,41 @@
 
 namespace qkv {
 namespace {
+
 constexpr int kAllSeals = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+Status WriteAll(const Fd& fd, std::span<const std::byte> bytes, const std::string& name) {
+  while (!bytes.empty()) {
+    const ssize_t n = ::write(fd.get(), bytes.data(), bytes.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return ErrnoError(fmt::format("write memory file '{}'", name));
+    bytes = bytes.subspan(static_cast<size_t>(n));
+  }
+  return {};
 }
+
+// pread, not a mapping: a page that cannot be had is an error here and a SIGBUS there.
+Status ReadAll(const Fd& fd, uint64_t offset, std::span<std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t n = ::pread(fd.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return ErrnoError("read");
+    if (n == 0) {
+      return Err(Code::kCorrupt, Reason::kChecksum, "ends after {} bytes, {} more expected", offset, bytes.size());
+    }
+    bytes = bytes.subspan(static_cast<size_t>(n));
+    offset += static_cast<uint64_t>(n);
+  }
+  return {};
+}
+
+Result<uint64_t> SizeWithin(const Fd& fd, uint64_t max_bytes) {
+  QKV_ASSIGN_OR_RETURN(const uint64_t size, fd.SizeBytes());
+  if (size > max_bytes) return Err(Code::kInvalidArgument, "{} bytes, expected at most {}", size, max_bytes);
+  return size;
+}
+
+}  // namespace
 
 void Fd::Reset() {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
@@ -61,12 +94,20 @@ Result<Fd> CreateMemfd(const std::string& name) {
 
 Result<Fd> SealedMemfd(const std::string& name, std::span<const std::byte> bytes) {
   QKV_ASSIGN_OR_RETURN(Fd fd, CreateMemfd(name));
-  size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t n = ::write(fd.get(), bytes.data() + done, bytes.size() - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return ErrnoError(fmt::format("write memory file '{}'", name));
-    done += static_cast<size_t>(n);
+  QKV_RETURN_IF_ERROR(WriteAll(fd, bytes, name));
+  QKV_RETURN_IF_ERROR(Seal(fd));
+  return fd;
+}
+
+Result<Fd> SealedCopy(const std::string& name, const Fd& from, uint64_t max_bytes) {
+  QKV_ASSIGN_OR_RETURN(const uint64_t size, SizeWithin(from, max_bytes));
+  QKV_ASSIGN_OR_RETURN(Fd fd, CreateMemfd(name));
+  std::vector<std::byte> buffer(std::min<uint64_t>(size, uint64_t{1} << 20));
+  for (uint64_t done = 0; done < size;) {
+    const auto part = std::span(buffer).first(std::min<uint64_t>(buffer.size(), size - done));
+    QKV_RETURN_IF_ERROR(ReadAll(from, done, part));
+    QKV_RETURN_IF_ERROR(WriteAll(fd, part, name));
+    done += part.size();
   }
   QKV_RETURN_IF_ERROR(Seal(fd));
   return fd;
@@ -90,19 +131,15 @@ bool IsReadOnlyFileOf(const Fd& fd, uint32_t owner) {
 }
 
 Result<std::vector<std::byte>> ReadWhole(const Fd& fd, size_t max_bytes) {
-  QKV_ASSIGN_OR_RETURN(const uint64_t size, fd.SizeBytes());
-  if (size > max_bytes) return Err(Code::kInvalidArgument, "{} bytes, expected at most {}", size, max_bytes);
+  QKV_ASSIGN_OR_RETURN(const uint64_t size, SizeWithin(fd, max_bytes));
   std::vector<std::byte> bytes(size);
-  size_t done = 0;
-  while (done < bytes.size()) {
-    // pread, not a mapping: a page that cannot be had is an error here and a SIGBUS there.
-    const ssize_t n = ::pread(fd.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(done));
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return ErrnoError("read");
-    if (n == 0) return Err(Code::kCorrupt, Reason::kChecksum, "ends after {} of {} bytes", done, size);
-    done += static_cast<size_t>(n);
-  }
+  QKV_RETURN_IF_ERROR(ReadAll(fd, 0, bytes));
   return bytes;
+}
+
+bool IsOfAnotherUser(const Fd& fd) {
+  struct stat info {};
+  return ::fstat(fd.get(), &info) != 0 || (info.st_uid != ::geteuid() && info.st_uid != 0);
 }
 
 size_t RaiseDescriptorLimit() {

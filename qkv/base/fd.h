@@ -82,6 +82,9 @@ Result<Fd> CreateMemfd(const std::string& name);
 // Sealed against writing, shrinking, growing and further seals. `bytes` are copied in.
 Result<Fd> SealedMemfd(const std::string& name, std::span<const std::byte> bytes);
 
+// The bytes of `from` as they are now, in a sealed memory file of this process. Errors: as ReadWhole, CreateMemfd.
+Result<Fd> SealedCopy(const std::string& name, const Fd& from, uint64_t max_bytes);
+
 // Whether the kernel guarantees that nobody can change or truncate this memory file any more.
 bool IsSealed(const Fd& fd);
 // Adds those seals; fails with EBUSY while a writable mapping exists.
@@ -90,6 +93,9 @@ Status Seal(const Fd& fd);
 // Whether this is a file of a filesystem that belongs to `owner` (or root) and that nobody's permissions let write. The
 // kernel promises less for it than for a sealed one: its owner can still change or truncate it (docs/SECURITY.md).
 bool IsReadOnlyFileOf(const Fd& fd, uint32_t owner);
+
+// Whether the file is another user's, neither this process's nor root's. True also when the kernel does not say.
+bool IsOfAnotherUser(const Fd& fd);
 
 // The whole of a file of at most `max_bytes`, into a buffer of ours. Errors: kInvalidArgument (longer),
 // kCorrupt/checksum (shorter than its size), kExhausted, kIo.

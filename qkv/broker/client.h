@@ -37,8 +37,8 @@ struct ContextInfo {
   uint32_t n_leases = 0;
   uint64_t n_attached = 0;       // so far
   std::vector<int64_t> holders;  // processes with leases; the first few of them
-  bool in_memory = false;  // else its segments are files in the broker's directory
-  bool stored = false;     // they are (as well) in the broker's directory
+  bool in_memory = false;        // else its segments are files in the broker's directory
+  bool stored = false;           // they are (as well) in the broker's directory
   bool encrypted = false;
 };
 
@@ -69,13 +69,16 @@ struct BrokerStatus {
 struct TurnReport {
   std::string context;            // id or name that it was to go on from; empty: none
   std::string mode = "none";      // "attach", "copy", "splice", "text", "none"
-  Reason reason = Reason::kNone;  // why not "attach"
+  Reason reason = Reason::kNone;  // why neither "attach" nor "copy"
   bool failed = false;            // the turn ended there
+  uint64_t bytes_copied = 0;      // "copy": of segments
   uint64_t tokens_reused = 0;
   uint64_t tokens_recomputed = 0;
   double attach_seconds = 0;  // 0: did not happen, as below
   double publish_seconds = 0;
   double ttft_seconds = 0;
+  std::string model;  // the client's, and the codec pair of the pages that it writes: labels of the counters
+  std::string kv;
 };
 
 struct AttachedContext {

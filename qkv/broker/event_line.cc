@@ -75,10 +75,11 @@ std::string EventLine(const Event& event, int64_t unix_ms, int64_t pid, std::str
 std::string HandoffLine(const TurnReport& report, int64_t unix_ms, int64_t pid, std::string_view tenant) {
   std::string line = Begin(unix_ms, "handoff");
   line += fmt::format(
-      R"(,"context":{},"mode":{},"reason":"{}","failed":{},"tokens_reused":{},"tokens_recomputed":{})",
+      R"(,"context":{},"mode":{},"reason":"{}","failed":{},"bytes_copied":{},"tokens_reused":{},"tokens_recomputed":{})",
       JsonString(report.context), JsonString(report.mode), ReasonName(report.reason), report.failed,
-      report.tokens_reused, report.tokens_recomputed);
-  line += fmt::format(R"(,"attach_ms":{:.3f},"ttft_ms":{:.3f})", report.attach_seconds * 1e3, report.ttft_seconds * 1e3);
+      report.bytes_copied, report.tokens_reused, report.tokens_recomputed);
+  line +=
+      fmt::format(R"(,"attach_ms":{:.3f},"ttft_ms":{:.3f})", report.attach_seconds * 1e3, report.ttft_seconds * 1e3);
   return End(std::move(line), pid, tenant);
 }
 

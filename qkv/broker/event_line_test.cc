@@ -46,9 +46,10 @@ TEST(EventLine, TellsHowATurnWent) {
                           .attach_seconds = 0.0005,
                           .ttft_seconds = 1.25};
   const std::string line = HandoffLine(report, 1700, 42);
-  EXPECT_EQ(line,
-            R"({"unix_ms":1700,"event":"handoff","context":"summary","mode":"text","reason":"checksum","failed":false,)"
-            R"("tokens_reused":0,"tokens_recomputed":70,"attach_ms":0.500,"ttft_ms":1250.000,"pid":42})");
+  EXPECT_EQ(
+      line,
+      R"({"unix_ms":1700,"event":"handoff","context":"summary","mode":"text","reason":"checksum","failed":false,)"
+      R"("bytes_copied":0,"tokens_reused":0,"tokens_recomputed":70,"attach_ms":0.500,"ttft_ms":1250.000,"pid":42})");
   EXPECT_TRUE(IsJson(line));
 }
 

@@ -13,6 +13,8 @@
 #include <array>
 #include <charconv>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include "qkv/broker/event_line.h"
@@ -31,6 +33,18 @@ const Histogram::BucketBoundaries kHandoffSeconds = {1e-4, 2.5e-4, 5e-4, 1e-3, 2
                                                      0.05, 0.1,    0.25, 0.5,  1,      2.5,  5,    10};
 const Histogram::BucketBoundaries kTtftSeconds = {0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100};
 
+// Labels come from clients: a few short ones, in letters that every reader of the text can show.
+constexpr size_t kMostSeries = 64;
+constexpr size_t kMostLabelBytes = 64;
+
+std::string LabelOf(std::string text) {
+  if (text.size() > kMostLabelBytes) text.resize(kMostLabelBytes);
+  for (char& c : text) {
+    if (c < ' ' || c > '~' || c == '"' || c == '\\') c = '_';
+  }
+  return text;
+}
+
 uint64_t Whole(const Counter& counter) {
   return static_cast<uint64_t>(counter.Value());
 }
@@ -46,12 +60,44 @@ struct BrokerMetrics::Impl {
   Gauge& NewGauge(const char* name, const char* help) {
     return prometheus::BuildGauge().Name(name).Help(help).Register(*registry).Add({});
   }
-  Histogram& NewHistogram(const char* name, const char* help, const Histogram::BucketBoundaries& bounds) {
-    return prometheus::BuildHistogram().Name(name).Help(help).Register(*registry).Add({}, bounds);
+  Histogram& NewHistogram(const char* name, const char* help, const prometheus::Labels& labels,
+                          const Histogram::BucketBoundaries& bounds) {
+    return prometheus::BuildHistogram().Name(name).Help(help).Register(*registry).Add(labels, bounds);
   }
 
-  Counter& reused = NewCounter("qkvshare:reused_tokens_total", "Prompt tokens taken over without reading them");
-  Counter& recomputed = NewCounter("qkvshare:recomputed_tokens_total", "Prompt tokens read");
+  using SeriesKey = std::pair<std::string, std::string>;  // model and codec pair
+  // What clients report, by their model and the codec pair that they write; without labels: of those that did not say.
+  struct Series {
+    Series(Impl& impl, const prometheus::Labels& labels)
+        : reused(
+              impl.NewCounter("qkvshare:reused_tokens_total", "Prompt tokens taken over without reading them", labels)),
+          recomputed(impl.NewCounter("qkvshare:recomputed_tokens_total", "Prompt tokens read", labels)),
+          copied(impl.NewCounter("qkvshare:copied_bytes_total", "Bytes of segments that consumers copied", labels)),
+          attach_seconds(impl.NewHistogram("qkvshare:attach_seconds", "Asking for a context until it is mapped", labels,
+                                           kHandoffSeconds)),
+          publish_seconds(impl.NewHistogram("qkvshare:publish_seconds",
+                                            "Sealing a context and handing it to the broker", labels, kHandoffSeconds)),
+          ttft_seconds(impl.NewHistogram("qkvshare:time_to_first_token_seconds",
+                                         "Start of a turn until its first token", labels, kTtftSeconds)) {
+      for (size_t i = 0; i < kModes.size(); ++i) {
+        prometheus::Labels with_mode = labels;
+        with_mode["mode"] = kModes[i];
+        handoffs[i] = &impl.NewCounter("qkvshare:handoffs_total", "Turns by how they took over a context", with_mode);
+      }
+    }
+    Counter &reused, &recomputed, &copied;
+    std::array<Counter*, kModes.size()> handoffs{};
+    Histogram &attach_seconds, &publish_seconds, &ttft_seconds;
+  };
+  Series& SeriesOf(const TurnReport& report) {
+    SeriesKey key(LabelOf(report.model), LabelOf(report.kv));
+    const std::lock_guard lock(mutex);
+    if (!series.contains(key) && series.size() >= kMostSeries) key = {"other", "other"};
+    if (const auto known = series.find(key); known != series.end()) return known->second;
+    const prometheus::Labels labels{{"model_name", key.first}, {"kv_type", key.second}};
+    return series.try_emplace(key, *this, labels).first->second;
+  }
+
   Counter& checksum_failures =
       NewCounter("qkvshare:checksum_failures_total", "Handoffs refused because bytes differ from what was published");
   Gauge& pool_bytes = NewGauge("qkvshare:pool_bytes", "Bytes of segments and cards, each counted once");
@@ -59,26 +105,18 @@ struct BrokerMetrics::Impl {
   Gauge& contexts = NewGauge("qkvshare:contexts", "Contexts that the broker holds");
   Gauge& leases = NewGauge("qkvshare:leases", "Contexts that clients hold, once per client and attach");
   Gauge& clients = NewGauge("qkvshare:clients", "Connections");
-  Histogram& attach_seconds =
-      NewHistogram("qkvshare:attach_seconds", "Asking for a context until it is mapped", kHandoffSeconds);
-  Histogram& publish_seconds =
-      NewHistogram("qkvshare:publish_seconds", "Sealing a context and handing it to the broker", kHandoffSeconds);
-  Histogram& ttft_seconds =
-      NewHistogram("qkvshare:time_to_first_token_seconds", "Start of a turn until its first token", kTtftSeconds);
   // Every label value from the start, so that a rate exists before the first failure.
   std::array<Counter*, kEvents> events{};
-  std::array<Counter*, kModes.size()> handoffs{};
   std::array<std::array<Counter*, 2>, kReasons> fallbacks{};  // by reason; then: did the turn fail
   std::array<Counter*, kReasons> refused{};
+  mutable std::mutex mutex;
+  std::map<SeriesKey, Series> series;
 
   Impl() {
+    series.try_emplace(SeriesKey(), *this, prometheus::Labels{});
     for (size_t i = 0; i < kEvents; ++i) {
       const std::string name(EventName(static_cast<Event::Kind>(i)));
       events[i] = &NewCounter("qkvshare:events_total", "Life-cycle events of contexts", {{"event", name}});
-    }
-    for (size_t i = 0; i < kModes.size(); ++i) {
-      handoffs[i] =
-          &NewCounter("qkvshare:handoffs_total", "Turns by how they took over a context", {{"mode", kModes[i]}});
     }
     for (size_t i = 0; i < kReasons; ++i) {
       const std::string name = i == 0 ? "other" : std::string(ReasonName(static_cast<Reason>(i)));
@@ -112,16 +150,18 @@ void BrokerMetrics::CountRefusal(Reason reason) {
 }
 
 void BrokerMetrics::Count(const TurnReport& report) {
+  Impl::Series& series = impl_->SeriesOf(report);
   for (size_t i = 0; i < kModes.size(); ++i) {
-    if (report.mode == kModes[i]) impl_->handoffs[i]->Increment();
+    if (report.mode == kModes[i]) series.handoffs[i]->Increment();
   }
   if (report.reason != Reason::kNone) impl_->fallbacks[static_cast<size_t>(report.reason)][report.failed]->Increment();
   if (report.reason == Reason::kChecksum) impl_->checksum_failures.Increment();
-  impl_->reused.Increment(static_cast<double>(report.tokens_reused));
-  impl_->recomputed.Increment(static_cast<double>(report.tokens_recomputed));
-  if (report.attach_seconds > 0) impl_->attach_seconds.Observe(report.attach_seconds);
-  if (report.publish_seconds > 0) impl_->publish_seconds.Observe(report.publish_seconds);
-  if (report.ttft_seconds > 0) impl_->ttft_seconds.Observe(report.ttft_seconds);
+  series.copied.Increment(static_cast<double>(report.bytes_copied));
+  series.reused.Increment(static_cast<double>(report.tokens_reused));
+  series.recomputed.Increment(static_cast<double>(report.tokens_recomputed));
+  if (report.attach_seconds > 0) series.attach_seconds.Observe(report.attach_seconds);
+  if (report.publish_seconds > 0) series.publish_seconds.Observe(report.publish_seconds);
+  if (report.ttft_seconds > 0) series.ttft_seconds.Observe(report.ttft_seconds);
 }
 
 BrokerTotals BrokerMetrics::totals() const {
@@ -130,9 +170,14 @@ BrokerTotals BrokerMetrics::totals() const {
                       .attached = event(Event::Kind::kAttached),
                       .evicted = event(Event::Kind::kEvicted),
                       .expired = event(Event::Kind::kExpired),
-                      .checksum_failures = Whole(impl_->checksum_failures),
-                      .tokens_reused = Whole(impl_->reused),
-                      .tokens_recomputed = Whole(impl_->recomputed)};
+                      .checksum_failures = Whole(impl_->checksum_failures)};
+  {
+    const std::lock_guard lock(impl_->mutex);
+    for (const auto& [labels, series] : impl_->series) {
+      totals.tokens_reused += Whole(series.reused);
+      totals.tokens_recomputed += Whole(series.recomputed);
+    }
+  }
   for (const Counter* counter : impl_->refused) totals.refused += Whole(*counter);
   for (const auto& counters : impl_->fallbacks) totals.fallbacks += Whole(*counters[0]) + Whole(*counters[1]);
   return totals;

@@ -82,6 +82,40 @@ TEST(Metrics, CountTurnsByWhatCameOfThem) {
   EXPECT_EQ(totals.checksum_failures, 2u);
 }
 
+TEST(Metrics, AreLabelledByModelAndCodecOfThoseWhoReport) {
+  BrokerMetrics metrics;
+  TurnReport report = Attached();
+  report.model = "SmolLM2 \"135M\"\n";
+  report.kv = "k=i8,v=i4";
+  metrics.Count(report);
+  report.mode = "copy";
+  report.bytes_copied = 12288;
+  metrics.Count(report);
+  report.kv = "i8";
+  metrics.Count(report);
+  const std::string text = metrics.Text();
+  const std::string labels = R"(kv_type="k=i8,v=i4",model_name="SmolLM2 _135M__")";
+  EXPECT_THAT(text, HasSubstr(fmt::format("qkvshare:reused_tokens_total{{{}}} 8130\n", labels)));
+  EXPECT_THAT(text, HasSubstr(fmt::format("qkvshare:copied_bytes_total{{{}}} 12288\n", labels)));
+  EXPECT_THAT(text, HasSubstr(R"(qkvshare:handoffs_total{kv_type="i8",mode="copy",model_name="SmolLM2 _135M__"} 1)"));
+  EXPECT_THAT(text, HasSubstr("qkvshare:reused_tokens_total 0\n")) << "nobody reported without a model";
+  EXPECT_EQ(metrics.totals().tokens_reused, 3u * 4065);
+}
+
+TEST(Metrics, ClientsThatMakeUpModelsCannotFillTheMemory) {
+  BrokerMetrics metrics;
+  TurnReport report = Attached();
+  for (int i = 0; i < 1000; ++i) {
+    report.model = std::string(1000, 'm') + std::to_string(i);
+    report.kv = std::to_string(i);
+    metrics.Count(report);
+  }
+  const std::string text = metrics.Text();
+  EXPECT_LT(text.size(), size_t{1} << 20);
+  EXPECT_THAT(text, HasSubstr(R"(qkvshare:reused_tokens_total{kv_type="other",model_name="other"})"));
+  EXPECT_EQ(metrics.totals().tokens_reused, 1000u * 4065) << "all are counted";
+}
+
 TEST(Metrics, AreOfferedOnLoopbackOnly) {
   const auto metrics = std::make_shared<BrokerMetrics>();
   for (const char* address : {"0.0.0.0:0", "192.168.1.1:9464", "[::]:0", "localhost:9464", "127.0.0.1", "127.0.0.1:",

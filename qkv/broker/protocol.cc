@@ -48,6 +48,7 @@ Status CheckPublish(const BrokerRequest::Publish& publish) {
 Status CheckReport(const BrokerRequest::Report& report) {
   static constexpr std::string_view kModes[] = {"none", "attach", "copy", "splice", "text"};
   constexpr uint64_t kMostTokens = uint64_t{1} << 32;
+  constexpr uint64_t kMostBytes = uint64_t{1} << 48;
   constexpr double kMostSeconds = 1e6;
   if (std::find(std::begin(kModes), std::end(kModes), report.mode()) == std::end(kModes)) {
     return Err(Code::kInvalidArgument, "report: unknown mode");
@@ -58,6 +59,10 @@ Status CheckReport(const BrokerRequest::Report& report) {
   if (report.tokens_reused() > kMostTokens || report.tokens_recomputed() > kMostTokens) {
     return Err(Code::kInvalidArgument, "report: {} tokens reused and {} recomputed, expected at most {}",
                report.tokens_reused(), report.tokens_recomputed(), kMostTokens);
+  }
+  if (report.bytes_copied() > kMostBytes) {
+    return Err(Code::kInvalidArgument, "report: {} bytes copied, expected at most {}", report.bytes_copied(),
+               kMostBytes);
   }
   for (const double seconds : {report.attach_seconds(), report.publish_seconds(), report.ttft_seconds()}) {
     if (!(seconds >= 0 && seconds <= kMostSeconds)) {
@@ -207,6 +212,9 @@ void ToWire(const TurnReport& report, BrokerRequest::Report* out) {
   out->set_attach_seconds(report.attach_seconds);
   out->set_publish_seconds(report.publish_seconds);
   out->set_ttft_seconds(report.ttft_seconds);
+  out->set_bytes_copied(report.bytes_copied);
+  out->set_model(report.model);
+  out->set_kv(report.kv);
 }
 
 TurnReport FromWire(const BrokerRequest::Report& report) {
@@ -214,11 +222,14 @@ TurnReport FromWire(const BrokerRequest::Report& report) {
           .mode = report.mode(),
           .reason = ReasonFromName(report.reason()),
           .failed = report.failed(),
+          .bytes_copied = report.bytes_copied(),
           .tokens_reused = report.tokens_reused(),
           .tokens_recomputed = report.tokens_recomputed(),
           .attach_seconds = report.attach_seconds(),
           .publish_seconds = report.publish_seconds(),
-          .ttft_seconds = report.ttft_seconds()};
+          .ttft_seconds = report.ttft_seconds(),
+          .model = report.model(),
+          .kv = report.kv()};
 }
 
 }  // namespace qkv

@@ -154,11 +154,14 @@ TurnReport SomeReport() {
           .mode = "text",
           .reason = Reason::kChecksum,
           .failed = true,
+          .bytes_copied = 8,
           .tokens_reused = 1,
           .tokens_recomputed = 2,
           .attach_seconds = 0.25,
           .publish_seconds = 0.5,
-          .ttft_seconds = 4};
+          .ttft_seconds = 4,
+          .model = "tiny",
+          .kv = "i8"};
 }
 
 TEST(Protocol, AReportArrivesAsItWas) {
@@ -176,6 +179,9 @@ TEST(Protocol, AReportArrivesAsItWas) {
   EXPECT_EQ(report.attach_seconds, 0.25);
   EXPECT_EQ(report.publish_seconds, 0.5);
   EXPECT_EQ(report.ttft_seconds, 4);
+  EXPECT_EQ(report.bytes_copied, 8u);
+  EXPECT_EQ(report.model, "tiny");
+  EXPECT_EQ(report.kv, "i8");
 }
 
 TEST(Protocol, AReportCannotSpoilTheCounters) {
@@ -186,6 +192,7 @@ TEST(Protocol, AReportCannotSpoilTheCounters) {
       {"context", [](auto& r) { r.set_context("../x"); }},
       {"reused", [](auto& r) { r.set_tokens_reused(UINT64_MAX); }},
       {"recomputed", [](auto& r) { r.set_tokens_recomputed(uint64_t{1} << 40); }},
+      {"copied", [](auto& r) { r.set_bytes_copied(UINT64_MAX); }},
       {"negative", [](auto& r) { r.set_attach_seconds(-1); }},
       {"nan", [](auto& r) { r.set_publish_seconds(std::nan("")); }},
       {"infinite", [](auto& r) { r.set_ttft_seconds(HUGE_VAL); }}};

@@ -32,6 +32,7 @@ std::string TurnToJson(const TurnResult& result, double load_ms, const std::opti
     json["calibration"] = {
         {"tokens", calibration->tokens}, {"kl_mean", calibration->kl.value}, {"top1", calibration->top1.value}};
   }
+  json["bytes_copied"] = result.bytes_copied;
   json["tokens_reused"] = result.tokens_reused;
   json["tokens_recomputed"] = result.tokens_recomputed;
   if (!result.splice.empty()) {

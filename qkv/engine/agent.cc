@@ -59,7 +59,7 @@ Result<Fd> EncryptContext(const Context& context, const SecretKey& key, std::vec
 }
 
 // The real card and segments in place of the encrypted ones.
-Status DecryptContext(const CacheCard& outer, AttachedContext& attached) {
+Status DecryptContext(const CacheCard& outer, AttachedContext& attached, uint64_t& copied_bytes) {
   if (outer.format().cipher() != kCipherName) {
     return Err(Code::kIncompatible, Reason::kCodecUnsupported, "context '{}' is encrypted with '{}', expected '{}'",
                outer.id(), outer.format().cipher(), kCipherName);
@@ -73,6 +73,10 @@ Status DecryptContext(const CacheCard& outer, AttachedContext& attached) {
                                                        i == 0 ? kMaxCardBytes : kMaxSegmentBytes));
   }
   if (plain.empty()) return Err(Code::kCorrupt, Reason::kChecksum, "context '{}' has nothing inside", outer.id());
+  for (size_t i = 1; i < plain.size(); ++i) {
+    QKV_ASSIGN_OR_RETURN(const uint64_t bytes, plain[i].SizeBytes());
+    copied_bytes += bytes;
+  }
   attached.card = std::move(plain.front());
   plain.erase(plain.begin());
   attached.segments = std::move(plain);
@@ -80,11 +84,19 @@ Status DecryptContext(const CacheCard& outer, AttachedContext& attached) {
   return {};
 }
 
-// Sealed, so that nothing can change between the check and the use; or a file that only its owner could change.
-Result<std::shared_ptr<const Segment>> OpenSegment(Fd fd, bool may_be_on_disk, uint32_t broker_uid) {
+// Sealed, so that nothing can change between the check and the use; or a file that only its owner could change. Another
+// user's is copied first: a truncated mapping would end this process.
+Result<std::shared_ptr<const Segment>> OpenSegment(Fd fd, bool may_be_on_disk, uint32_t broker_uid,
+                                                   uint64_t& copied_bytes) {
   const bool on_disk = may_be_on_disk && !IsSealed(fd);
   if (on_disk && !IsReadOnlyFileOf(fd, broker_uid)) {
     return Err(Code::kDenied, Reason::kDenied, "a segment is neither sealed nor a read-only file of the broker's");
+  }
+  if (on_disk && IsOfAnotherUser(fd)) {
+    QKV_ASSIGN_OR_RETURN(fd, SealedCopy("qkv-segment", fd, kMaxSegmentBytes));
+    QKV_ASSIGN_OR_RETURN(const uint64_t bytes, fd.SizeBytes());
+    copied_bytes += bytes;
+    return Segment::Open(std::move(fd));
   }
   return Segment::Open(std::move(fd), /*require_seals=*/!on_disk);
 }
@@ -103,7 +115,7 @@ Result<Context> OpenContext(AttachedContext attached, uint32_t broker_uid, const
                context.card.id());
   }
   if (!context.card.format().cipher().empty()) {
-    QKV_RETURN_IF_ERROR(DecryptContext(context.card, attached));
+    QKV_RETURN_IF_ERROR(DecryptContext(context.card, attached, context.copied_bytes));
     QKV_RETURN_IF_ERROR(read_card());
     if (context.card.id() != attached.id || !context.card.format().cipher().empty()) {
       return Err(Code::kCorrupt, Reason::kChecksum, "the card inside context '{}' is another's", attached.id);
@@ -111,8 +123,8 @@ Result<Context> OpenContext(AttachedContext attached, uint32_t broker_uid, const
     context.encrypted = true;
   }
   for (Fd& fd : attached.segments) {
-    QKV_ASSIGN_OR_RETURN(auto segment, OpenSegment(std::move(fd), attached.on_disk, broker_uid));
-    // The digest covers every page's checksum, and the kept one's pages have been compared with theirs.
+    QKV_ASSIGN_OR_RETURN(auto segment, OpenSegment(std::move(fd), attached.on_disk, broker_uid, context.copied_bytes));
+    // The digest covers every page's checksum, and the kept one knows which pages have been compared with theirs.
     if (warm != nullptr) {
       if (auto known = warm->Find(segment->digest())) segment = std::move(known);
     }
@@ -163,9 +175,7 @@ Status PublishContext(BrokerClient& broker, const Context& context, const Publis
       const Segment& segment = *context.segments[i];
       if (segment.sealed()) continue;
       QKV_RETURN_IF_ERROR(segment.Verify(0, segment.pages().size(), 1));
-      QKV_ASSIGN_OR_RETURN(const Mapping bytes,
-                           Mapping::Map(segment.fd(), Mapping::Access::kReadOnly, 0, segment.bytes()));
-      QKV_ASSIGN_OR_RETURN(Fd copy, SealedMemfd("qkv-segment", bytes.bytes()));
+      QKV_ASSIGN_OR_RETURN(Fd copy, SealedCopy("qkv-segment", segment.fd(), segment.bytes()));
       copies.push_back(std::move(copy));
       segments[i] = &copies.back();
     }
@@ -320,6 +330,7 @@ Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, Tu
   const Status status = read();
   // The lease says what this agent holds: of contexts that it goes on from one after the other, the last.
   if (status) {
+    result.bytes_copied = context.copied_bytes;
     Hold({context.lease});
     encrypted_ = context.encrypted;
     prefix_tokens_ = static_cast<int>(context.card.turn().prefix_tokens());
@@ -340,7 +351,7 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
     if (result.attach_ms == 0) result.attach_ms = MsSince(start);  // it did not get that far
     if (attached) {
       result.steps_down.clear();
-      result.mode = HandoffMode::kAttach;
+      result.mode = result.bytes_copied > 0 ? HandoffMode::kCopy : HandoffMode::kAttach;
       result.tokens_reused = sequence_->stats().tokens_reused;
       result.tokens_recomputed = sequence_->stats().tokens_recomputed;
       return {};
@@ -390,13 +401,16 @@ void Agent::Report(const TurnRequest& request, const TurnResult& result, bool fa
                          .mode = std::string(HandoffModeName(failed ? HandoffMode::kNone : result.mode)),
                          .reason = result.reason,
                          .failed = failed,
+                         .bytes_copied = result.bytes_copied,
                          .tokens_reused = static_cast<uint64_t>(result.tokens_reused),
                          .tokens_recomputed = static_cast<uint64_t>(result.tokens_recomputed),
                          .attach_seconds = result.mode == HandoffMode::kAttach || result.mode == HandoffMode::kSplice
                                                ? result.attach_ms / 1e3
                                                : 0,
                          .publish_seconds = result.publish_ms / 1e3,
-                         .ttft_seconds = result.ttft_ms / 1e3});
+                         .ttft_seconds = result.ttft_ms / 1e3,
+                         .model = model_->params().name,
+                         .kv = ToString(sequence_->kv())});
 }
 
 Status Agent::PublishTurn(const TurnRequest& request, TurnResult& result) {

@@ -3,8 +3,9 @@
 #pragma once
 
 // One agent's turn from the outside: take over a context (or not), read the prompt, generate, publish. The ladder of
-// DESIGN §8 is here: attach, splice, text, each step down with a reason. Used by `generate`, `publish`, `attach` and by the
-// worker processes of a flow. One thread; blocks; every wait on a broker has that client's deadline.
+// DESIGN §8 is here: attach (or copy, where the bytes cannot be shared), splice, else text, each step down with a
+// reason. Used by `generate`, `publish`, `attach` and by the worker processes of a flow. One thread; blocks; every wait on
+// a broker has that client's deadline.
 
 #include <chrono>
 #include <functional>
@@ -87,7 +88,8 @@ struct TurnResult {
   std::string logits_digest;  // XXH3-128 over the logits behind every sampled token: equal if all bits are
 
   HandoffMode mode = HandoffMode::kNone;  // kNone: nothing to take over was asked for
-  Reason reason = Reason::kNone;          // why not kAttach
+  Reason reason = Reason::kNone;          // why neither kAttach nor kCopy
+  uint64_t bytes_copied = 0;              // kCopy: of segments, decrypted or read into memory of this process alone
   std::string reason_detail;              // the error behind the reason
   std::vector<StepDown> steps_down;       // the ladder above `mode`, from its top; of `reads`, of each context in turn
   int64_t tokens_reused = 0;

@@ -567,6 +567,9 @@ const std::vector<Token>& Sequence::tokens() const {
 Trace* Sequence::trace() const {
   return impl_->options.trace;
 }
+CodecPair Sequence::kv() const {
+  return impl_->options.kv;
+}
 int Sequence::n_ctx() const {
   return impl_->options.n_ctx;
 }

@@ -52,6 +52,7 @@ struct Context {
   std::vector<std::shared_ptr<const Segment>> segments;  // in the card's order
   uint64_t lease = 0;                                    // the broker's record of a fetched context; 0: none
   bool encrypted = false;                                // it was, at the broker: these are our private copies
+  uint64_t copied_bytes = 0;  // of segments, brought into memory of this process alone; 0: mapped where they lie
 };
 
 class Sequence {
@@ -119,6 +120,7 @@ class Sequence {
 
   const std::vector<Token>& tokens() const;
   int n_ctx() const;
+  CodecPair kv() const;  // of the pages that it writes
   Trace* trace() const;  // may be null
   const Model& model() const;
 

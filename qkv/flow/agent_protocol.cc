@@ -270,6 +270,7 @@ Json ToJson(const TurnResult& result) {
           {"mode", HandoffModeName(result.mode)},
           {"reason", ReasonName(result.reason)},
           {"reason_detail", result.reason_detail},
+          {"bytes_copied", result.bytes_copied},
           {"tokens_reused", result.tokens_reused},
           {"tokens_recomputed", result.tokens_recomputed},
           {"splice", result.splice},
@@ -327,6 +328,7 @@ TurnResult ReadTurnResult(Fields& fields) {
   fields.OneOf("mode", result.mode, HandoffMode::kText, HandoffModeName);
   fields.OneOf("reason", result.reason, Reason::kVersion, ReasonName);
   fields.Read("reason_detail", result.reason_detail);
+  fields.Read("bytes_copied", result.bytes_copied, 0, kMaxCount);
   fields.Read("tokens_reused", result.tokens_reused, 0, kMaxCount);
   fields.Read("tokens_recomputed", result.tokens_recomputed, 0, kMaxCount);
   fields.Read("splice", result.splice);

@@ -140,6 +140,7 @@ TEST(AgentProtocol, DoneArrivesWhole) {
   sent.mode = HandoffMode::kText;
   sent.reason = Reason::kChecksum;
   sent.reason_detail = "page 3";
+  sent.bytes_copied = 4096;
   sent.tokens_reused = 1;
   sent.tokens_recomputed = 2;
   sent.splice = "repair=32, hide";
@@ -167,6 +168,7 @@ TEST(AgentProtocol, DoneArrivesWhole) {
   EXPECT_EQ(got.mode, sent.mode);
   EXPECT_EQ(got.reason, sent.reason);
   EXPECT_EQ(got.reason_detail, sent.reason_detail);
+  EXPECT_EQ(got.bytes_copied, sent.bytes_copied);
   EXPECT_EQ(got.tokens_reused, sent.tokens_reused);
   EXPECT_EQ(got.tokens_recomputed, sent.tokens_recomputed);
   EXPECT_EQ(got.splice, sent.splice);
