@@ -24,12 +24,9 @@
 #include "qkv/engine/test_support.h"
 #include "tests/process.h"
 
-namespace qkv {
+namespace qkv::testing {
 namespace {
 
-using ::qkv::testing::Process;
-using ::qkv::testing::TempDir;
-using ::qkv::testing::TestModelPath;
 using ::testing::AllOf;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
@@ -105,7 +102,7 @@ class Cli : public ::testing::Test {
     ExpectRefused({"run", "flow.yaml", "-m", TestModelPath()}, found);
   }
 
-  TempDir dir_;
+  TemporaryFolder dir_;
 };
 
 // With a broker in a process of its own.
@@ -510,4 +507,4 @@ TEST_F(Cli, MetricsAreOnLoopbackOnly) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::testing

@@ -21,14 +21,9 @@
 #include "qkv/flow/runner.h"
 #include "tests/process.h"
 
-namespace qkv {
+namespace qkv::testing {
 namespace {
 
-using ::qkv::testing::Process;
-using ::qkv::testing::SourceTokens;
-using ::qkv::testing::TempDir;
-using ::qkv::testing::TestModel;
-using ::qkv::testing::TestModelPath;
 using std::chrono::milliseconds;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -126,7 +121,7 @@ class OneProcess {
   }
 
  private:
-  TempDir dir_;
+  TemporaryFolder dir_;
   std::unique_ptr<BrokerServer> server_;
   std::unique_ptr<BrokerClient> client_;
 };
@@ -241,16 +236,18 @@ class FlowFaults : public ::testing::Test {
   }
   // The workers of a running flow, once there are that many.
   std::set<pid_t> Workers(const Process& runner, size_t count) {
-    const auto end = std::chrono::steady_clock::now() + kPatience;
     std::set<pid_t> pids;
-    while (pids.size() < count && std::chrono::steady_clock::now() < end) {
-      pids = Tagged(tag_);
-      pids.erase(runner.pid());
-    }
+    Eventually(
+        [&] {
+          pids = Tagged(tag_);
+          pids.erase(runner.pid());
+          return pids.size() >= count;
+        },
+        kPatience);
     return pids;
   }
 
-  TempDir dir_;
+  TemporaryFolder dir_;
   const std::string tag_;
 };
 
@@ -328,10 +325,7 @@ agents:
   - {name: b, inherits: a, prompt: Tell a story., max_tokens: 250, temperature: 1.2}
   - {name: c, inherits: b, prompt: "And then?", max_tokens: 4}
 )");
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!BrokerClient::Connect(socket) && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(milliseconds(5));
-  }
+  ASSERT_TRUE(Eventually([&] { return BrokerClient::Connect(socket).has_value(); }));
   RunOptions options = OptionsFor();
   options.socket = socket;
   options.on_event = [&](const FlowEvent& event) {
@@ -412,4 +406,4 @@ TEST(FlowScale, SixtyFourAgentsOverOneContextKeepOneCopyOfIt) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::testing

@@ -15,14 +15,9 @@
 #include "qkv/engine/test_support.h"
 #include "tests/process.h"
 
-namespace qkv {
+namespace qkv::testing {
 namespace {
 
-using ::qkv::testing::Process;
-using ::qkv::testing::SourceTokens;
-using ::qkv::testing::TempDir;
-using ::qkv::testing::TestModel;
-using ::qkv::testing::TestModelPath;
 using Json = nlohmann::json;
 
 constexpr int kTokens = 64;
@@ -120,7 +115,7 @@ class HandoffExact : public ::testing::Test {
     return {json["token_ids"].get<std::vector<Token>>(), json["logits_digest"]};
   }
 
-  TempDir dir_;
+  TemporaryFolder dir_;
   std::unique_ptr<BrokerServer> server_;
   std::unique_ptr<BrokerClient> client_;
 };
@@ -193,14 +188,15 @@ TEST_F(HandoffExact, TheProducerIsKilledRightAfterPublishing) {
   // It stays after publishing, so that there is something to kill.
   auto victim = Process::Start({QKV_PROGRAM, "publish", "--name", "victim", "--socket", server_->socket_path(), "-m",
                                 TestModelPath(), "-p", text, "--raw", "--kv", "i8", "-c", "4608", "-t", "2", "--hold"});
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
   std::string id;
-  while (id.empty() && std::chrono::steady_clock::now() < deadline) {
-    const auto status = client_->List();
-    ASSERT_TRUE(status) << status.error().message;
-    for (const ContextInfo& context : status->contexts) id = context.id;
-  }
-  ASSERT_FALSE(id.empty()) << victim->errors();
+  ASSERT_TRUE(Eventually(
+      [&] {
+        const auto status = client_->List();
+        if (status && !status->contexts.empty()) id = status->contexts[0].id;
+        return !id.empty();
+      },
+      kPatience))
+      << victim->errors();
   ASSERT_EQ(::kill(victim->pid(), SIGKILL), 0);
   EXPECT_EQ(victim->Wait(kPatience), 128 + SIGKILL);
 
@@ -213,4 +209,4 @@ TEST_F(HandoffExact, TheProducerIsKilledRightAfterPublishing) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::testing

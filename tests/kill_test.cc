@@ -24,14 +24,11 @@
 #include "qkv/segment/writer.h"
 #include "tests/process.h"
 
-namespace qkv {
+namespace qkv::testing {
 namespace {
 
-using ::qkv::testing::Process;
 using std::chrono::milliseconds;
-using test::Eventually;
 using test::FilesIn;
-using test::TemporaryFolder;
 
 constexpr auto kCallDeadline = std::chrono::seconds(2);
 constexpr auto kPatience = std::chrono::seconds(15);  // for a role to end by itself
@@ -308,9 +305,12 @@ TEST_F(Kill, AtEveryPoint) {
 }
 
 TEST_F(Kill, AtRandomPoints) {
-  const char* wanted = std::getenv("QKV_KILL_RUNS");
-  const int runs = wanted == nullptr ? 200 : std::atoi(wanted);
-  std::mt19937 random(20261130);
+  const auto number = [](const char* variable, int otherwise) {
+    const char* given = std::getenv(variable);
+    return given == nullptr ? otherwise : std::atoi(given);
+  };
+  const int runs = number("QKV_KILL_RUNS", 200);
+  std::mt19937 random(static_cast<uint32_t>(number("QKV_KILL_SEED", 20261130)));  // another seed, other points
   const std::string roles[] = {"producer", "consumer", "broker"};
   // About as many passages as each of them makes.
   const uint32_t passages[] = {30, 30, 90};
@@ -325,10 +325,10 @@ TEST_F(Kill, AtRandomPoints) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::testing
 
 int main(int argc, char** argv) {
-  if (argc == 5 && std::string(argv[1]) == "--role") return qkv::RunRole(argv[2], argv[3], argv[4]);
+  if (argc == 5 && std::string(argv[1]) == "--role") return qkv::testing::RunRole(argv[2], argv[3], argv[4]);
   ::testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

@@ -29,11 +29,9 @@
 #include "tests/process.h"
 #include "tests/tiny_model.h"
 
-namespace qkv {
+namespace qkv::testing {
 namespace {
 
-using ::qkv::testing::TempDir;
-using ::qkv::testing::TinyModel;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -299,7 +297,7 @@ class Ladder : public ::testing::Test {
     ASSERT_TRUE(published) << published.error().message;
   }
 
-  TempDir dir_;
+  TemporaryFolder dir_;
   int n_models_ = 0;
   uint32_t n_leases_ = 0;  // that the test itself holds
   std::shared_ptr<const Model> model_;
@@ -587,4 +585,4 @@ TEST_F(Ladder, NoBrokerAtAll) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::testing

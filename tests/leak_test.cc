@@ -22,29 +22,13 @@
 #include "qkv/engine/test_support.h"
 #include "tests/process.h"
 
-namespace qkv {
+namespace qkv::testing {
 namespace {
 
-using ::qkv::testing::Process;
-using ::qkv::testing::SourceTokens;
-using ::qkv::testing::TempDir;
-using ::qkv::testing::TestModel;
-using ::qkv::testing::TestModelPath;
 using ::testing::HasSubstr;
 
 constexpr auto kPatience = std::chrono::seconds(20);
-constexpr auto kPollEvery = std::chrono::milliseconds(2);  // leaves the processor to whom we wait for
-constexpr int kContextTokens = 40;                         // a full page and a part of one
-
-// Asks again, every few milliseconds, until it holds or patience ends.
-bool Eventually(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() >= end) return false;
-    std::this_thread::sleep_for(kPollEvery);
-  }
-  return true;
-}
+constexpr int kContextTokens = 40;  // a full page and a part of one
 
 std::vector<std::string> DescriptorsOf(pid_t pid) {
   std::vector<std::string> links;
@@ -146,7 +130,7 @@ class Leak : public ::testing::Test {
     AttachAndLetGo(name, held->card.token_ids_size());
   }
 
-  TempDir dir_;
+  TemporaryFolder dir_;
   std::string socket_;
   std::unique_ptr<Process> broker_;
   std::unique_ptr<BrokerClient> client_;
@@ -369,4 +353,4 @@ TEST_F(Leak, AFlippedByteInAPageIsFoundAndTheConsumerFallsBackToText) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::testing

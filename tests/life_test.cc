@@ -23,27 +23,13 @@
 #include "qkv/engine/test_support.h"
 #include "tests/process.h"
 
-namespace qkv {
+namespace qkv::testing {
 namespace {
 
-using ::qkv::testing::Process;
-using ::qkv::testing::SourceTokens;
-using ::qkv::testing::TempDir;
-using ::qkv::testing::TestModel;
-using ::qkv::testing::TestModelPath;
 using ::testing::HasSubstr;
 
 constexpr auto kPatience = std::chrono::seconds(30);
 constexpr int kContextTokens = 40;
-
-bool Eventually(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() >= end) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  return true;
-}
 
 class Life : public ::testing::Test {
  protected:
@@ -126,7 +112,7 @@ class Life : public ::testing::Test {
     return paths;
   }
 
-  TempDir dir_;
+  TemporaryFolder dir_;
   const std::string socket_ = dir_.path() + "/broker.sock";
   const std::string store_ = dir_.path() + "/store";
   std::mutex mutex_;
@@ -307,7 +293,7 @@ TEST_F(Life, ACopyAnswersAsAnAttachDoesAndIsCounted) {
 TEST_F(Life, FilesOfAnotherUsersBrokerAreCopied) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
   constexpr uid_t kOther = 65534;
-  const TempDir theirs;
+  const TemporaryFolder theirs;
   ASSERT_EQ(::chown(theirs.path().c_str(), kOther, kOther), 0);
   const std::string socket = theirs.path() + "/broker.sock";
   pid_t broker = -1;
@@ -412,4 +398,4 @@ TEST_F(Life, AHoldingPublisherFindsARestartedBrokerByItself) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::testing

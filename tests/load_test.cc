@@ -25,18 +25,15 @@
 #include "tests/process.h"
 #include "tests/tiny_model.h"
 
-namespace qkv {
+namespace qkv::testing {
 namespace {
 
-using ::qkv::testing::Process;
-using ::qkv::testing::TempDir;
-using ::qkv::testing::TinyModel;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kContexts = 24;
 constexpr int kProducers = 4;
 constexpr int kConsumers = 16;
-constexpr uint64_t kBudgetBytes = 1280 << 10;  // a context takes some 130 to 220 KiB
+constexpr uint64_t kBudgetBytes = 1280 << 10;         // a context takes some 130 to 220 KiB
 constexpr auto kPatience = std::chrono::seconds(30);  // twenty processes may share two cores
 constexpr const char* kPrompts[] = {"and then", "what was it?", "x"};
 
@@ -263,7 +260,7 @@ class Load : public ::testing::Test {
     EXPECT_EQ(status->totals.attached, static_cast<uint64_t>(tally.attached) + alone);
   }
 
-  TempDir dir_;
+  TemporaryFolder dir_;
   std::string model_path_;
   std::shared_ptr<const Model> model_;
   std::unique_ptr<BrokerServer> server_;
@@ -327,10 +324,10 @@ int RunAgent(const std::vector<std::string>& args) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::testing
 
 int main(int argc, char** argv) {
-  if (argc == 7) return qkv::RunAgent({argv + 1, argv + argc});
+  if (argc == 7) return qkv::testing::RunAgent({argv + 1, argv + argc});
   ::testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

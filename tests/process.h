@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// For tests: a child process whose output is collected, and a directory that is gone afterwards. The destructor kills and
-// reaps what is still running, so that no test leaves a process behind.
+// For tests: a child process whose output is collected. The destructor kills and reaps what is still running, so that no
+// test leaves a process behind.
 
 #include <gtest/gtest.h>
 #include <fcntl.h>
@@ -14,14 +14,17 @@
 
 #include <chrono>
 #include <csignal>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "qkv/base/fd.h"
+#include "qkv/base/test_support.h"
 
 namespace qkv::testing {
+
+using test::Eventually;
+using test::TemporaryFolder;
 
 class Process {
  public:
@@ -96,23 +99,6 @@ class Process {
   pid_t pid_ = -1;
   Fd out_, err_;
   std::string output_, errors_;
-};
-
-class TempDir {
- public:
-  TempDir() {
-    std::string path = (std::filesystem::temp_directory_path() / "qkvshare-test-XXXXXX").string();
-    if (::mkdtemp(path.data()) == nullptr) ADD_FAILURE() << "mkdtemp failed";
-    path_ = path;
-  }
-  ~TempDir() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
 };
 
 }  // namespace qkv::testing

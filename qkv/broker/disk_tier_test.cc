@@ -14,16 +14,9 @@
 #include "qkv/broker/server.h"
 #include "qkv/broker/test_support.h"
 
-namespace qkv {
+namespace qkv::test {
 namespace {
 
-using test::Contents;
-using test::Eventually;
-using test::FilesIn;
-using test::Outcome;
-using test::Take;
-using test::TemporaryFolder;
-using test::TestContext;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
@@ -45,7 +38,7 @@ class DiskTier : public ::testing::Test {
     };
     if (change) change(options);
     server_ = Take(BrokerServer::Start(std::move(options)));
-    client_ = Take(BrokerClient::Connect(server_->socket_path(), test::kLong));
+    client_ = Take(BrokerClient::Connect(server_->socket_path(), kLong));
   }
   ContextInfo Info(const std::string& id) {
     for (const ContextInfo& info : Take(client_->List()).contexts) {
@@ -264,4 +257,4 @@ TEST_F(DiskTier, TheKeyOfAnEncryptedContextComesWithItAndSurvivesOnlyUnderTheSea
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::test

@@ -24,20 +24,11 @@
 #include "qkv/broker/protocol.h"
 #include "qkv/broker/test_support.h"
 
-namespace qkv {
+namespace qkv::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
-using test::Contents;
-using test::Eventually;
-using test::OpenDescriptors;
-using test::Outcome;
-using test::SealedBytes;
-using test::Soon;
-using test::Take;
-using test::TemporaryFolder;
-using test::TestContext;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::EndsWith;
@@ -46,7 +37,7 @@ using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
 std::unique_ptr<BrokerClient> ConnectTo(const std::string& path) {
-  return Take(BrokerClient::Connect(path, test::kLong));
+  return Take(BrokerClient::Connect(path, kLong));
 }
 
 class BrokerTest : public ::testing::Test {
@@ -416,19 +407,8 @@ TEST_F(BrokerTest, AClientThatIsKilledLosesItsLeases) {
   const auto observer = Connect();
   const TestContext context("a");
   ASSERT_TRUE(context.PublishTo(*observer));
-  int ready[2];
-  ASSERT_EQ(::pipe2(ready, O_CLOEXEC), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    const auto client = BrokerClient::Connect(server_->socket_path(), test::kLong);
-    const bool ok = client && (*client)->Attach("a") && ::write(ready[1], "x", 1) == 1;
-    while (ok) ::pause();
-    ::_exit(1);
-  }
-  const Fd read_end(ready[0]);
-  Fd(ready[1]).Reset();
-  char byte = 0;
-  ASSERT_EQ(::read(read_end.get(), &byte, 1), 1);
+  std::unique_ptr<BrokerClient> client;
+  const pid_t child = ForkAndWait([&] { return (client = Connect())->Attach("a").has_value(); });
   EXPECT_EQ(Info(*observer, context.id()).n_leases, 1);
   ASSERT_EQ(::kill(child, SIGKILL), 0);
   ASSERT_EQ(::waitpid(child, nullptr, 0), child);
@@ -494,12 +474,12 @@ TEST_F(BrokerTest, AClientTooManyIsToldSo) {
   Start(1 << 20, 2);
   const auto one = Connect();
   auto two = Connect();
-  const auto three = BrokerClient::Connect(server_->socket_path(), test::kLong);
+  const auto three = BrokerClient::Connect(server_->socket_path(), kLong);
   ASSERT_EQ(Outcome(three), "exhausted/pool_full");
   EXPECT_THAT(three.error().message, HasSubstr("serves 2 clients already"));
   EXPECT_EQ(Outcome(one->List()), "ok");
   two.reset();
-  EXPECT_TRUE(Eventually([&] { return BrokerClient::Connect(server_->socket_path(), test::kLong).has_value(); }));
+  EXPECT_TRUE(Eventually([&] { return BrokerClient::Connect(server_->socket_path(), kLong).has_value(); }));
 }
 
 TEST_F(BrokerTest, ABrokerOutOfDescriptorsTakesTheClientLater) {
@@ -648,19 +628,9 @@ TEST_F(BrokerTest, OneBrokerPerPath) {
 
 TEST_F(BrokerTest, ReplacesTheSocketOfABrokerThatWasKilled) {
   const std::string path = folder_ / "killed.sock";
-  int ready[2];
-  ASSERT_EQ(::pipe2(ready, O_CLOEXEC), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    const auto broker = BrokerServer::Start({.socket_path = path});
-    const bool ok = broker && ::write(ready[1], "x", 1) == 1;
-    while (ok) ::pause();
-    ::_exit(1);
-  }
-  const Fd read_end(ready[0]);
-  Fd(ready[1]).Reset();
-  char byte = 0;
-  ASSERT_EQ(::read(read_end.get(), &byte, 1), 1);
+  std::unique_ptr<BrokerServer> broker;
+  const pid_t child =
+      ForkAndWait([&] { return (broker = Take(BrokerServer::Start({.socket_path = path}))) != nullptr; });
   EXPECT_EQ(Outcome(BrokerServer::Start({.socket_path = path})), "invalid_argument");
   const auto client = ConnectTo(path);
   ASSERT_EQ(::kill(child, SIGKILL), 0);
@@ -786,7 +756,7 @@ TEST_F(BrokerTest, AnotherUserCanNeitherReachTheSocketNorGetAnAnswer) {
   ASSERT_EQ(::chmod(folder_.path().c_str(), 0755), 0);
   const std::string path = server_->socket_path();
   const auto try_it = [&] {
-    const auto client = BrokerClient::Connect(path, test::kLong);
+    const auto client = BrokerClient::Connect(path, kLong);
     if (client) return 1;
     return client.error().code == Code::kDenied ? 0 : 2;
   };
@@ -817,7 +787,7 @@ TEST_F(BrokerTest, AClientDoesNotTrustABrokerOfAnotherUser) {
   const Fd ready_end(ready[0]);
   char byte = 0;
   ASSERT_EQ(::read(ready_end.get(), &byte, 1), 1);
-  EXPECT_EQ(Outcome(BrokerClient::Connect(path, test::kLong)), "denied/denied");
+  EXPECT_EQ(Outcome(BrokerClient::Connect(path, kLong)), "denied/denied");
   Fd(done[1]).Reset();
   int status = -1;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
@@ -867,4 +837,4 @@ TEST(DefaultSocketPath, FollowsTheEnvironment) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::test

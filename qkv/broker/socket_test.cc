@@ -17,18 +17,11 @@
 
 #include "qkv/broker/test_support.h"
 
-namespace qkv {
+namespace qkv::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
-using test::Contents;
-using test::OpenDescriptors;
-using test::Outcome;
-using test::SealedBytes;
-using test::Soon;
-using test::Take;
-using test::TemporaryFolder;
 using ::testing::HasSubstr;
 
 struct Pair {
@@ -350,4 +343,4 @@ TEST(Connecting, ToABrokerThatDoesNotAcceptEndsAtTheDeadline) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::test

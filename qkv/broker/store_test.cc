@@ -15,16 +15,9 @@
 #include "qkv/broker/admit.h"
 #include "qkv/broker/test_support.h"
 
-namespace qkv {
+namespace qkv::test {
 namespace {
 
-using test::Contents;
-using test::Eventually;
-using test::FilesIn;
-using test::Outcome;
-using test::Take;
-using test::TemporaryFolder;
-using test::TestContext;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -461,4 +454,4 @@ TEST(StoreOnASmallDisk, AFullOrReadOnlyDiskIsAnOutcomeAndLeavesNothing) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::test

@@ -18,17 +18,10 @@
 #include "qkv/broker/server.h"
 #include "qkv/broker/test_support.h"
 
-namespace qkv {
+namespace qkv::test {
 namespace {
 
 using std::chrono::steady_clock;
-using test::Contents;
-using test::Eventually;
-using test::Outcome;
-using test::Soon;
-using test::Take;
-using test::TemporaryFolder;
-using test::TestContext;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -57,11 +50,15 @@ class Strangers : public ::testing::Test {
     });
   }
   Result<std::unique_ptr<BrokerClient>> TryConnect(const std::string& token = "") {
-    return BrokerClient::Connect(folder_ / "broker.sock", ConnectOptions{.deadline = test::kLong, .token = token});
+    return BrokerClient::Connect(folder_ / "broker.sock", ConnectOptions{.deadline = kLong, .token = token});
   }
   std::unique_ptr<BrokerClient> Connect(const std::string& token = "") { return Take(TryConnect(token)); }
   std::unique_ptr<BrokerClient> Ann() { return Connect("ann'sverysecrettoken"); }
   std::unique_ptr<BrokerClient> Bob() { return Connect("bob'sverysecrettoken"); }
+  static AttachedContext PublishAndAttach(const TestContext& context, BrokerClient& client) {
+    EXPECT_EQ(Outcome(context.PublishTo(client)), "ok");
+    return Take(client.Attach(context.id()));
+  }
   std::string Events() {
     const std::lock_guard lock(mutex_);
     std::string all;
@@ -108,8 +105,7 @@ TEST_F(Strangers, AnotherTenantsContextIsNotThere) {
   StartWithTenants();
   const auto ann = Ann(), bob = Bob();
   const TestContext context("report");
-  ASSERT_EQ(Outcome(context.PublishTo(*ann)), "ok");
-  const AttachedContext attached = Take(ann->Attach("report"));
+  const AttachedContext attached = PublishAndAttach(context, *ann);
   for (const std::string& what : {std::string("report"), context.id()}) {
     const auto denied = bob->Attach(what);
     ASSERT_EQ(Outcome(denied), "not_found/not_found");
@@ -199,7 +195,7 @@ TEST_F(Strangers, AnAllowedUserIsServedAndOthersAreNot) {
   const std::string path = folder_ / "broker.sock";
   const TestContext context("report");
   const auto attach = [&] {  // root's broker is trusted by all
-    const auto client = BrokerClient::Connect(path, test::kLong);
+    const auto client = BrokerClient::Connect(path, kLong);
     if (!client) return client.error().code == Code::kDenied ? 1 : 2;
     const auto attached = (*client)->Attach("report");
     if (!attached) return 3;
@@ -234,8 +230,7 @@ TEST_F(Strangers, AClientOutlivesItsBrokerAndFindsTheNextOne) {
   Start();
   const auto client = Connect();
   const TestContext context("report");
-  ASSERT_TRUE(context.PublishTo(*client));
-  const AttachedContext attached = Take(client->Attach("report"));
+  const AttachedContext attached = PublishAndAttach(context, *client);
   const uint64_t generation = client->generation();
   EXPECT_EQ(Take(client->List()).generation, generation);
 
@@ -268,8 +263,7 @@ TEST_F(Strangers, ALostConnectionToTheSameBrokerLosesLeasesOnly) {
   Start();
   const auto client = Connect();
   const TestContext context("report");
-  ASSERT_TRUE(context.PublishTo(*client));
-  const AttachedContext attached = Take(client->Attach("report"));
+  const AttachedContext attached = PublishAndAttach(context, *client);
   const uint64_t generation = client->generation();
   ASSERT_EQ(Outcome(client->Reconnect()), "ok");
   EXPECT_EQ(client->generation(), generation);
@@ -314,4 +308,4 @@ TEST_F(Strangers, FewDescriptorsAreMetWithPoolFull) {
 }
 
 }  // namespace
-}  // namespace qkv
+}  // namespace qkv::test

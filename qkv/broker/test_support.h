@@ -2,9 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// For the tests of this room only: small contexts to publish, folders for sockets, conditions to wait for.
+// For the tests of this room: small contexts to publish, child processes.
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -14,10 +15,10 @@
 #include <filesystem>
 #include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "qkv/base/fd.h"
+#include "qkv/base/test_support.h"
 #include "qkv/broker/client.h"
 #include "qkv/broker/socket.h"
 #include "qkv/card/card.h"
@@ -25,19 +26,8 @@
 
 namespace qkv::test {
 
-inline constexpr std::chrono::seconds kLong{20};  // only a broken test waits that long
-
 inline Deadline Soon() {
   return std::chrono::steady_clock::now() + kLong;
-}
-
-template <class T>
-T Take(Result<T> result) {
-  if (!result) {
-    ADD_FAILURE() << result.error().message;
-    std::abort();  // nothing sensible can follow in a helper that has to return a T
-  }
-  return *std::move(result);
 }
 
 // "ok", or code and reason, such as "exhausted/pool_full".
@@ -47,14 +37,6 @@ std::string Outcome(const Result<T>& result) {
   const auto& [code, message, reason] = result.error();
   if (reason == Reason::kNone) return std::string(CodeName(code));
   return fmt::format("{}/{}", CodeName(code), ReasonName(reason));
-}
-
-inline bool Eventually(const std::function<bool()>& condition) {
-  for (const Deadline end = Soon(); std::chrono::steady_clock::now() < end;) {
-    if (condition()) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return condition();
 }
 
 // Names of the files in a folder, sorted.
@@ -73,21 +55,22 @@ inline size_t OpenDescriptors() {
   return n - 3;  // ".", ".." and the folder itself
 }
 
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string path = (std::filesystem::temp_directory_path() / "qkvbrokerXXXXXX").string();
-    if (::mkdtemp(path.data()) == nullptr) std::abort();
-    path_ = path;
+// A child process in which `start` has returned true, and which then stays; the caller ends it.
+inline pid_t ForkAndWait(const std::function<bool()>& start) {
+  int ready[2];
+  if (::pipe2(ready, O_CLOEXEC) != 0) std::abort();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const bool ok = start() && ::write(ready[1], "x", 1) == 1;
+    while (ok) ::pause();
+    ::_exit(1);
   }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
+  const Fd read_end(ready[0]);
+  Fd(ready[1]).Reset();
+  char byte = 0;
+  EXPECT_EQ(::read(read_end.get(), &byte, 1), 1);
+  return child;
+}
 
 inline std::vector<std::byte> Contents(const Fd& fd) {
   std::vector<std::byte> bytes(Take(fd.SizeBytes()));

@@ -63,6 +63,7 @@ Status Agent::FetchAll(const TurnRequest& request, std::vector<Reading>& reading
         if (reading.tokens.empty() && same_tokens) {
           reading.tokens.assign(card.token_ids().begin(), card.token_ids().end());
         }
+        result.bytes_copied += fetched->copied_bytes;
         reading.context = *std::move(fetched);
       } else {
         if (read.on_miss == OnMiss::kFail) {
@@ -139,6 +140,7 @@ Status Agent::Place(const TurnRequest& request, const std::vector<Reading>& read
   result.tokens_repaired = assembled.splice.tokens_recomputed;
   result.mode = assembled.splice.spans > 0 || assembled.splice.tokens_recomputed > 0 ? HandoffMode::kSplice
                 : any_text                                                          ? HandoffMode::kText
+                : result.bytes_copied > 0                                           ? HandoffMode::kCopy
                                                                                     : HandoffMode::kAttach;
   if (assembled.chosen) result.probe_kl = assembled.probe_kl;
   for (size_t i = as_heir ? 1 : 0; i < readings.size() && result.mode == HandoffMode::kSplice; ++i) {

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "qkv/base/test_support.h"
 #include "qkv/segment/writer.h"
 
 namespace qkv::test {
@@ -44,15 +45,6 @@ inline SegmentConstants SomeConstants(const Geometry& geometry) {
   SegmentConstants constants(geometry);
   for (size_t i = 0; i < constants.halves.size(); ++i) constants.halves[i] = static_cast<uint16_t>(0x3000 + i % 0x4000);
   return constants;
-}
-
-template <class T>
-T Take(Result<T> result) {
-  if (!result) {
-    ADD_FAILURE() << result.error().message;
-    std::abort();  // nothing sensible can follow in a helper that has to return a T
-  }
-  return *std::move(result);
 }
 
 // `n_pages` full pages of patterns from position 0 on; with SomeConstants where the codecs need them.
