@@ -31,7 +31,7 @@ elif [ $# -gt 0 ] && [ "$1" != --fuzz ]; then
 fi
 
 # --- system packages --------------------------------------------------------------------------------------------------
-packages=(build-essential cmake ninja-build pkg-config python3 python3-pip python3-venv python3-jsonschema python3-yaml
+packages=(build-essential cmake ninja-build pkg-config python3 python3-pip python3-venv python3-jsonschema python3-numpy python3-yaml
   libcli11-dev libfmt-dev nlohmann-json3-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler
   libxxhash-dev libsodium-dev libexpected-dev libhwy-dev libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev
   prometheus-cpp-dev)

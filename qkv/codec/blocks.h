@@ -10,10 +10,10 @@
 //   f16         K [D][32 t] u16                     V [32 t][D] u16
 //   i8*         K [D/2][32 t][2 ch] s8              V [16][D][2 t] s8         then scale, padded to 64 bytes:
 //                 i8 [32 t] · i8-channel [D] · i8-tensor [1]                  value = scale * code, code -127..127
-//   i4, i4z     K [D/8 p][32 t][4 j] u4 pairs       V [4][D][4] u4 pairs      then scale [groups][32 t]
-//                                                                             and, i4z only, minimum [groups][32 t]
-//                 i4   value = scale * (u - 8) = scale*u + (-8*scale), exact in fp32; scale may be negative
-//                 i4z  value = scale*u + minimum, the product and the sum each rounded to fp32
+//   i4*         K [D/8 p][32 t][4 j] u4 pairs       V [4][D][4] u4 pairs      then scale and, but for i4, minimum:
+//                 i4, i4z [groups][32 t] · i4-channel [D]
+//                 i4         value = scale * (u - 8) = scale*u + (-8*scale), exact in fp32; scale may be negative
+//                 i4z, i4-channel  value = scale*u + minimum, the product and the sum each rounded to fp32
 //   3 … 7       planes of w, in the order of i8         the same              then scale [32 t]
 //                 value = scale * c, c = 2w + 1 - 2^bits: an odd signed byte, so that all widths are i8 once expanded
 //   8           as i8
@@ -71,28 +71,29 @@ constexpr size_t I8VOffset(int t, int c, int head_dim) {
   return 2 * (Size(t / 2) * Size(head_dim) + Size(c)) + Size(t % 2);
 }
 
-// i4, i4z. A group is a run of channels with one scale: 32 of them where D is a multiple of 64, else half of D.
+// i4, i4z, i4-channel. A group is a run of channels with one scale: 32 of them where D is a multiple of 64, else half of D.
 constexpr int I4Groups(int head_dim) {
   return head_dim % 64 == 0 ? head_dim / 32 : 2;
 }
 constexpr int I4GroupChannels(int head_dim) {
   return head_dim / I4Groups(head_dim);
 }
+inline constexpr int kMaxI4Scales = kMaxHeadDim / 32 * kPageTokens;  // of a block; beside it, as many minima
 constexpr size_t I4ScaleOffset(int head_dim) {
   return 16 * Size(head_dim);
 }
-constexpr size_t I4MinOffset(int head_dim) {
-  return I4ScaleOffset(head_dim) + 64 * Size(I4Groups(head_dim));
+constexpr int I4ScaleCount(CodecId id, int head_dim) {
+  return id == CodecId::kI4Channel ? head_dim : kPageTokens * I4Groups(head_dim);
 }
-constexpr size_t I4Bytes(int head_dim) {
-  return I4MinOffset(head_dim);
+constexpr size_t I4MinOffset(int head_dim, CodecId id = CodecId::kI4Z) {
+  return I4ScaleOffset(head_dim) + 2 * Size(I4ScaleCount(id, head_dim));
 }
-constexpr size_t I4ZBytes(int head_dim) {
-  return I4MinOffset(head_dim) + 64 * Size(I4Groups(head_dim));
+constexpr size_t I4Bytes(CodecId id, int head_dim) {
+  return I4MinOffset(head_dim, id) + (id == CodecId::kI4 ? 0 : 2 * Size(I4ScaleCount(id, head_dim)));
 }
 // Index into scale and minimum.
-constexpr int I4ScaleIndex(int t, int c, int head_dim) {
-  return c / I4GroupChannels(head_dim) * kPageTokens + t;
+constexpr int I4ScaleIndex(CodecId id, int t, int c, int head_dim) {
+  return id == CodecId::kI4Channel ? c : c / I4GroupChannels(head_dim) * kPageTokens + t;
 }
 // The byte that holds a code, and how far the code is shifted left in it (0 or 4).
 constexpr size_t I4KOffset(int t, int c, int head_dim) {
@@ -149,8 +150,9 @@ constexpr size_t BlockBytes(CodecId id, int head_dim) {
     case CodecId::kI8:
     case CodecId::kI8Channel:
     case CodecId::kI8Tensor: return I8Bytes(id, head_dim);
-    case CodecId::kI4: return I4Bytes(head_dim);
-    case CodecId::kI4Z: return I4ZBytes(head_dim);
+    case CodecId::kI4:
+    case CodecId::kI4Z:
+    case CodecId::kI4Channel: return I4Bytes(id, head_dim);
     case CodecId::k3:
     case CodecId::k4:
     case CodecId::k5:
@@ -164,6 +166,7 @@ constexpr size_t BlockBytes(CodecId id, int head_dim) {
 
 static_assert(I8Bytes(CodecId::kI8, 64) == 2112 && I8Bytes(CodecId::kI8Channel, 80) == 32 * 80 + 192);
 static_assert(RotatedBytes(8, 64) == I8Bytes(CodecId::kI8, 64) && RotatedBytes(3, 64) == 832);
-static_assert(I4Bytes(64) == 1152 && I4ZBytes(64) == 1280 && I4Groups(80) == 2 && I4GroupChannels(80) == 40);
+static_assert(I4Bytes(CodecId::kI4, 64) == 1152 && I4Bytes(CodecId::kI4Z, 64) == 1280 && I4Groups(80) == 2 &&
+              I4GroupChannels(80) == 40);
 
 }  // namespace qkv::blocks

@@ -63,6 +63,7 @@ constexpr std::array kCodecs = {
     Row<CodecId::k6>("6", "6 bits, rotated, one scale per token"),
     Row<CodecId::k7>("7", "7 bits, rotated, one scale per token"),
     Row<CodecId::k8>("8", "8 bits, rotated, one scale per token"),
+    Row<CodecId::kI4Channel>("i4-channel", "4 bits, one scale and one minimum per channel of a page's head"),
 };
 constexpr Codec kRefinement = Row<CodecId::kRefine4>("+4", "4 bits of what a rotated page left over");
 

@@ -44,11 +44,14 @@ enum class CodecId : uint8_t {
   k7 = 11,
   k8 = 12,
   kRefine4 = 13,  // what a page of k3 to k8 left over, in 4 bits, token by token; only beside such a page
+  // 14 and 15 are set aside for product quantization and for two bands of bits.
+
+  kI4Channel = 16,  // as kI4Z, one fp16 scale and fp16 minimum per channel of the block
 };
 
 struct Codec {
   CodecId id;
-  std::string_view name;         // as in --kv, cards and logs: "f16", "i8", …, "i4z", "3" to "8"
+  std::string_view name;         // as in --kv, cards and logs: "f16", "i8", …, "i4-channel", "3" to "8"
   std::string_view description;  // one line for --help and docs
   bool rotated;                  // the rows that encode takes, and decode and unpack give, are in the rotated frame
 

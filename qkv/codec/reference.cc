@@ -82,49 +82,50 @@ struct Grid {
 
 Grid LoadGrid(CodecId id, const std::byte* block, int index, int head_dim) {
   const float scale = LoadHalf(block + blocks::I4ScaleOffset(head_dim) + 2 * index);
-  return {scale, id == CodecId::kI4Z ? LoadHalf(block + blocks::I4MinOffset(head_dim) + 2 * index) : -8 * scale};
+  return {scale, id == CodecId::kI4 ? -8 * scale : LoadHalf(block + blocks::I4MinOffset(head_dim, id) + 2 * index)};
 }
 
 void EncodeI4(CodecId id, Side side, const float* rows, int tokens, int head_dim, std::byte* block) {
-  const int group = blocks::I4GroupChannels(head_dim);
+  const auto value = [&](int t, int c) { return Sanitized(rows[t * head_dim + c]); };
+  std::array<float, blocks::kMaxI4Scales> low, high;  // under each scale
+  low.fill(kHalfMax);
+  high.fill(-kHalfMax);
   for (int t = 0; t < tokens; ++t) {
-    for (int first = 0; first < head_dim; first += group) {
-      const float* x = rows + t * head_dim + first;
-      float low = Sanitized(x[0]);
-      float high = low;
-      for (int i = 1; i < group; ++i) {
-        low = std::min(low, Sanitized(x[i]));
-        high = std::max(high, Sanitized(x[i]));
-      }
-      const int index = blocks::I4ScaleIndex(t, first, head_dim);
-      float scale;
-      if (id == CodecId::kI4Z) {
-        const uint16_t stored_low = StoredHalf(low);
-        StoreHalf(stored_low, block + blocks::I4MinOffset(head_dim) + 2 * index);
-        scale = std::max(high - FloatFromHalf(stored_low), 0.0f) / 15;
+    for (int c = 0; c < head_dim; ++c) {
+      const int i = blocks::I4ScaleIndex(id, t, c, head_dim);
+      low[i] = std::min(low[i], value(t, c));
+      high[i] = std::max(high[i], value(t, c));
+    }
+  }
+  for (int i = 0; i < blocks::I4ScaleCount(id, head_dim); ++i) {
+    if (low[i] > high[i]) continue;  // of absent tokens
+    float scale;
+    if (id == CodecId::kI4) {
+      // The value of largest magnitude, whatever its sign, gets code 0 = -8 steps, so that a step is an eighth of it.
+      // For Gaussian data this has 0.78x the squared error of the other usual choice, a seventh and codes -7..7.
+      scale = (-low[i] >= high[i] ? low[i] : high[i]) * -0.125f;
+    } else {
+      const uint16_t stored_low = StoredHalf(low[i]);
+      StoreHalf(stored_low, block + blocks::I4MinOffset(head_dim, id) + 2 * i);
+      scale = std::max(high[i] - FloatFromHalf(stored_low), 0.0f) / 15;
+    }
+    StoreHalf(StoredHalf(scale), block + blocks::I4ScaleOffset(head_dim) + 2 * i);
+  }
+  for (int t = 0; t < tokens; ++t) {
+    for (int c = 0; c < head_dim; ++c) {
+      const Grid grid = LoadGrid(id, block, blocks::I4ScaleIndex(id, t, c, head_dim), head_dim);
+      const int u = static_cast<int>(Rounded((value(t, c) - grid.base) * Inverse(grid.scale), 0, 15));
+      if (side == Side::kK) {
+        block[blocks::I4KOffset(t, c, head_dim)] |= static_cast<std::byte>(u << blocks::I4KShift(c, head_dim));
       } else {
-        // The value of largest magnitude, whatever its sign, gets code 0 = -8 steps, so that a step is an eighth of it.
-        // For Gaussian data this has 0.78x the squared error of the other usual choice, a seventh and codes -7..7.
-        scale = (-low >= high ? low : high) * -0.125f;
-      }
-      StoreHalf(StoredHalf(scale), block + blocks::I4ScaleOffset(head_dim) + 2 * index);
-
-      const Grid grid = LoadGrid(id, block, index, head_dim);
-      for (int i = 0; i < group; ++i) {
-        const int c = first + i;
-        const int u = static_cast<int>(Rounded((Sanitized(x[i]) - grid.base) * Inverse(grid.scale), 0, 15));
-        if (side == Side::kK) {
-          block[blocks::I4KOffset(t, c, head_dim)] |= static_cast<std::byte>(u << blocks::I4KShift(c, head_dim));
-        } else {
-          block[blocks::I4VOffset(t, c, head_dim)] |= static_cast<std::byte>(u << blocks::I4VShift(t));
-        }
+        block[blocks::I4VOffset(t, c, head_dim)] |= static_cast<std::byte>(u << blocks::I4VShift(t));
       }
     }
   }
 }
 
 float DecodeI4(CodecId id, Side side, const std::byte* block, int t, int c, int head_dim) {
-  const Grid grid = LoadGrid(id, block, blocks::I4ScaleIndex(t, c, head_dim), head_dim);
+  const Grid grid = LoadGrid(id, block, blocks::I4ScaleIndex(id, t, c, head_dim), head_dim);
   const int u = side == Side::kK
                     ? std::to_integer<int>(block[blocks::I4KOffset(t, c, head_dim)]) >> blocks::I4KShift(c, head_dim)
                     : std::to_integer<int>(block[blocks::I4VOffset(t, c, head_dim)]) >> blocks::I4VShift(t);
@@ -216,7 +217,8 @@ float Value(CodecId id, Side side, const std::byte* block, int t, int c, int hea
       return scale * static_cast<float>(static_cast<int8_t>(block[I8Offset(side, t, c, head_dim)]));
     }
     case CodecId::kI4:
-    case CodecId::kI4Z: return DecodeI4(id, side, block, t, c, head_dim);
+    case CodecId::kI4Z:
+    case CodecId::kI4Channel: return DecodeI4(id, side, block, t, c, head_dim);
     case CodecId::k3:
     case CodecId::k4:
     case CodecId::k5:
@@ -244,7 +246,8 @@ void Encode(CodecId id, Side side, const float* rows, int tokens, int head_dim, 
     case CodecId::kI8Tensor:
     case CodecId::k8: EncodeI8(id, side, rows, tokens, head_dim, block); break;
     case CodecId::kI4:
-    case CodecId::kI4Z: EncodeI4(id, side, rows, tokens, head_dim, block); break;
+    case CodecId::kI4Z:
+    case CodecId::kI4Channel: EncodeI4(id, side, rows, tokens, head_dim, block); break;
     case CodecId::k3:
     case CodecId::k4:
     case CodecId::k5:
