@@ -60,8 +60,7 @@ struct PageRef {
   const std::byte* refinement = nullptr;
 };
 
-// Index of the vectors in PageRef::constants.
-enum class Constant { kMeanK, kFirstK, kFirstV };
+// Of a vector in PageRef::constants.
 constexpr size_t ConstantOffset(const Geometry& geometry, int layer, int kv_head, Constant which) {
   const size_t head =
       static_cast<size_t>(layer) * static_cast<size_t>(geometry.n_kv_heads) + static_cast<size_t>(kv_head);
