@@ -490,8 +490,13 @@ TEST_F(Cli, ATraceOfAFlowHasAllItsAgents) {
         "n_ctx: 256\nthreads: 1\nagents:\n"
         "  - {name: writer, prompt: Write., max_tokens: 2}\n"
         "  - {name: editor, inherits: writer, prompt: Edit., max_tokens: 2}\n");
-  const Ran ran = Run({"run", "flow.yaml", "-m", TestModelPath(), "--quiet", "--trace", "trace.json"});
+  const Ran ran =
+      Run({"run", "flow.yaml", "-m", TestModelPath(), "--quiet", "--trace", "trace.json", "--metrics", "metrics.txt"});
   ASSERT_EQ(ran.status, 0) << ran.errors;
+  std::ifstream metrics_file(Path("metrics.txt"));
+  const std::string metrics{std::istreambuf_iterator<char>(metrics_file), {}};
+  EXPECT_THAT(metrics, HasSubstr(R"(qkvshare:handoffs_total{kv_type="i8",mode="attach",model_name=)"));
+  EXPECT_THAT(metrics, HasSubstr("qkvshare:events_total{event=\"published\"} 1\n"));
   auto stages = StagesOf(Path("trace.json"));
   ASSERT_EQ(stages["publish"].size(), 1u);
   ASSERT_EQ(stages["first_attention"].size(), 1u);
@@ -504,6 +509,15 @@ TEST_F(Cli, ATraceOfAFlowHasAllItsAgents) {
 
 TEST_F(Cli, MetricsAreOnLoopbackOnly) {
   ExpectRefused({"broker", "--socket", "broker.sock", "--metrics", "0.0.0.0:9464"}, {"0.0.0.0:9464", "loopback"});
+  Write("flow.yaml", "agents:\n  - name: writer\n    prompt: Write.\n");
+  const Args run = {"run", "flow.yaml", "-m", TestModelPath(), "--metrics"};
+  const auto with = [&](Args more) {
+    more.insert(more.begin(), run.begin(), run.end());
+    return more;
+  };
+  ExpectRefused(with({"0.0.0.0:9464"}), {"0.0.0.0:9464", "loopback"});
+  ExpectRefused(with({"nowhere/metrics.txt"}), {"--metrics", "nowhere"});
+  ExpectRefused(with({"metrics.txt", "--socket", "broker.sock"}), {"--metrics", "--socket"});
 }
 
 }  // namespace
