@@ -360,6 +360,37 @@ TEST_F(CliWithBroker, AttachTellsScriptsWhatItPromises) {
   EXPECT_LT(json["tokens_recomputed"], 10);
 }
 
+TEST_F(CliWithBroker, AttachPutsContextsBehindASystemMessage) {
+  for (const char* name : {"wood", "stone"}) {
+    const std::string text = fmt::format("The mill of {} stood by the river for two hundred years, and nobody in the town "
+                                         "knows who built it, or why it was given up so soon.", name);
+    const Ran ran = Run(WithModel({"publish", "--name", name, "--raw", "-p", text}));
+    ASSERT_EQ(ran.status, 0) << ran.errors;
+  }
+  const auto with = [&](Args more) {
+    Args args = {"attach", "wood", "--reads", "stone", "--system", "You are brief.", "-p", "Which mills are there?", "-n",
+                 "6", "--json"};
+    args.insert(args.end(), more.begin(), more.end());
+    return WithModel(args);
+  };
+  const Json json = RunForJson(with({"--splice", "repair=32"}));
+  EXPECT_EQ(json["mode"], "splice");
+  EXPECT_EQ(json["splice"], "repair=32");
+  EXPECT_EQ(json["spans_spliced"], 0) << "so short that all of it is repaired";
+  EXPECT_GT(json["tokens_repaired"], 20);
+  const Json hidden = RunForJson(with({}));
+  EXPECT_EQ(hidden["splice"], "hide") << "the default";
+  EXPECT_EQ(hidden["spans_spliced"], 2);
+  EXPECT_EQ(hidden["tokens_repaired"], 0);
+
+  const Ran text = Run(with({"--splice", "off"}));
+  ASSERT_EQ(text.status, 0) << text.errors;
+  EXPECT_EQ(Json::parse(text.output, nullptr, false)["mode"], "text");
+  EXPECT_THAT(text.errors, HasSubstr("denied"));
+  ExpectRefused(with({"--splice", "hid"}), {"--splice", "exact-only"});
+  ExpectRefused(with({"--reads", "brick"}), {"'brick'", "not_found"});
+}
+
 TEST_F(CliWithBroker, APublishedContextIsListedInspectedVerifiedAndReleased) {
   PublishStory();
   const Json list = RunForJson({"ls", "--socket", "broker.sock", "--json"});

@@ -164,6 +164,46 @@ agents:
   - {name: e, system: You sum up., reads: [b, c], prompt: Sum up., max_tokens: 5, temperature: 0.9, seed: 5}
 )";
 
+// Two documents that were read apart, behind the reader's own system message.
+TEST(FlowSplice, TwoDocumentsBehindASystemMessage) {
+  const std::string documents = R"(n_ctx: 1024
+agents:
+  - name: wood
+    document: The mill of wood stood by the river for two hundred years. The miller's daughter wrote down who came and went.
+  - name: stone
+    document: The mill of stone was built by the town in 1812 and burned down in the year that the railway came.
+)";
+  const auto reader = [&](const std::string& splice) {
+    return documents + "  - {name: r, system: You compare., reads: [wood, stone], prompt: Which burned?, max_tokens: 8, " +
+           "splice: " + splice + "}\n";
+  };
+  const auto run = [&](const std::string& splice, FlowMode mode) {
+    RunOptions options = OptionsFor();
+    options.mode = mode;
+    const auto result = RunFlow(FlowOf(reader(splice)), options);
+    EXPECT_TRUE(result) << result.error().message;
+    EXPECT_TRUE(result->ok());
+    return *result;
+  };
+  const ModeResult text = run("hide", FlowMode::kText), off = run("off", FlowMode::kHandoff);
+  EXPECT_EQ(off.hops[2].handoff, HandoffMode::kText);
+  EXPECT_EQ(off.hops[2].reason, Reason::kDenied);
+  EXPECT_EQ(off.logits_digests.at("r"), text.logits_digests.at("r")) << "the fallback is a cold run";
+  EXPECT_EQ(off.hops[2].tokens_recomputed, text.hops[2].tokens_recomputed);
+
+  const ModeResult hide = run("hide", FlowMode::kHandoff), repair = run("repair=32", FlowMode::kHandoff);
+  EXPECT_EQ(hide.hops[2].handoff, HandoffMode::kSplice);
+  EXPECT_EQ(hide.hops[2].splice, "hide");
+  EXPECT_EQ(hide.hops[2].spans_spliced, 2);
+  EXPECT_EQ(hide.hops[2].tokens_repaired, 0);
+  EXPECT_EQ(repair.hops[2].splice, "repair=32");
+  EXPECT_GT(repair.hops[2].tokens_repaired, 0);
+  // What is read: the tokens for the beginning of each document are only in the pages.
+  EXPECT_EQ(hide.hops[2].tokens_reused + hide.hops[2].tokens_recomputed, text.hops[2].tokens_recomputed + 2);
+  EXPECT_EQ(repair.hops[2].tokens_reused + repair.hops[2].tokens_recomputed, text.hops[2].tokens_recomputed);
+  EXPECT_EQ(hide.hops[0].output_tokens, 0);
+}
+
 TEST(FlowExact, JobsThreadsAndDelaysChangeNothing) {
   Flow flow = FlowOf(kMixed);
   std::mt19937 random(7);  // a fixed seed: a failure can be had again

@@ -24,6 +24,7 @@ WRONG = {
     "an edge without from": "agents: [{name: a, prompt: p, reads: [{budget: 3}]}]",
     "a splice that nobody knows": "agents: [{name: a, prompt: p, reads: {from: b, splice: hid}}]",
     "splice where nothing is moved": "agents: [{name: a, prompt: p, inherits: {from: b, splice: hide}}]",
+    "a document with a prompt": "agents: [{name: a, document: d, prompt: p}]",
     "several to inherit from": "agents: [{name: a, inherits: [b, c]}]",
     "an empty list": "agents: [{name: a, prompt: p, foreach: []}]",
     "a number out of range": "agents: [{name: a, prompt: p, max_tokens: 0}]",

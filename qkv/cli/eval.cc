@@ -16,6 +16,7 @@
 #include "qkv/cli/eval_log.h"
 #include "qkv/cli/eval_peer.h"
 #include "qkv/cli/eval_samples.h"
+#include "qkv/cli/eval_splice.h"
 #include "qkv/cli/options.h"
 #include "qkv/cli/progress.h"
 #include "qkv/cli/temp_dir.h"
@@ -41,6 +42,7 @@ struct Options {
   std::string peer = "none";
   std::string resume;
   EvalShape shape;
+  std::vector<std::string> arms;
   int hops = 8;
   int n_batch = 0;  // 0: the protocol's
   int n_threads = 0;
@@ -457,7 +459,23 @@ void PrintTable(const Json& json) {
   }
 }
 
+int RunSplice(const Options& options) {
+  SpliceEvalOptions splice{.model = options.model,
+                           .text = options.text,
+                           .weights = options.weights,
+                           .protocol = options.protocol,
+                           .arms = options.arms,
+                           .resume = options.resume,
+                           .samples = options.shape.samples,
+                           .n_threads = options.n_threads};
+  const Result<Json> json = EvalSplice(splice);
+  if (!json) return Fail(json.error());
+  fmt::print("{}", options.json ? json->dump(2, ' ', false, Json::error_handler_t::replace) + "\n" : SpliceTable(*json));
+  return 0;
+}
+
 int RunEval(const Options& options) {
+  if (options.protocol == "splice" || options.protocol == "recall") return RunSplice(options);
   const Result<Json> json = Evaluation(options).Run();
   if (!json) return Fail(json.error());
   if (options.json) {
@@ -492,8 +510,9 @@ void AddEval(CLI::App& app, int& status) {
           "--protocol", options->protocol,
           "handoff: a prefix is read exactly and handed over, what follows is scored; all: everything is read "
           "over encoded pages, the second half of the prefix is scored; hops: handed on again and again; copy, "
-          "passkey: is what was read found again; gsm8k: answers to questions")
-      ->check(CLI::IsMember({"handoff", "all", "hops", "copy", "passkey", "gsm8k"}))
+          "passkey: is what was read found again; gsm8k: answers to questions; splice: two passages that were read "
+          "apart, behind a prefix; recall: facts planted in them")
+      ->check(CLI::IsMember({"handoff", "all", "hops", "copy", "passkey", "gsm8k", "splice", "recall"}))
       ->capture_default_str();
   command->add_option("--samples", options->shape.samples, "stretches of the text, or questions")
       ->capture_default_str()
@@ -504,6 +523,13 @@ void AddEval(CLI::App& app, int& status) {
   command->add_option("--score", options->shape.score, "tokens that are scored behind them; for hops, per hop")
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 16));
+  command
+      ->add_option("--arm", options->arms,
+                   "splice, recall: ways to put the passages behind the prefix: rotate, hide, repair=N, full (read "
+                   "again), auto; behind 'own:', 'bos:' or 'common:' for passages read behind another prefix, the "
+                   "beginning-of-text token or the same prefix; none and random=N as controls; '@i8' for the codec of "
+                   "their pages (default: those of docs/EVALUATION.md)")
+      ->type_name("ARM");
   command->add_option("--hops", options->hops, "handoffs, one after the other")
       ->capture_default_str()
       ->check(CLI::Range(1, 64));

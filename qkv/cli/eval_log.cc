@@ -32,6 +32,7 @@ Json ToJson(const std::string& kv, int sample, const std::string& part, const Ev
   json["decode_ns"] = s.decode_ns;
   if (s.answer_right) json["answer_right"] = *s.answer_right;
   if (s.answer_right_ref) json["answer_right_ref"] = *s.answer_right_ref;
+  if (!s.more.empty()) json["more"] = s.more;
   json["same_top"] = s.score.same_top;
   json["right"] = s.score.right;
   json["right_ref"] = s.score.right_ref;
@@ -50,6 +51,7 @@ EvalScore FromJson(const Json& json) {  // throws Json::exception
   s.decode_ns = json.at("decode_ns");
   if (json.contains("answer_right")) s.answer_right = json.at("answer_right").get<bool>();
   if (json.contains("answer_right_ref")) s.answer_right_ref = json.at("answer_right_ref").get<bool>();
+  if (json.contains("more")) s.more = json.at("more").get<std::map<std::string, double>>();
   s.score.same_top = json.at("same_top");
   s.score.right = json.at("right");
   s.score.right_ref = json.at("right_ref");

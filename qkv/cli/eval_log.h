@@ -27,6 +27,7 @@ struct EvalScore {
   double encode_ns = 0;  // per value; 0: not known
   double decode_ns = 0;
   std::optional<bool> answer_right, answer_right_ref;  // gsm8k
+  std::map<std::string, double> more;                  // figures of one protocol
 };
 
 class EvalLog {

@@ -88,7 +88,7 @@ int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const Qu
   const auto result = agent.Run(request, turn.json ? std::function<bool(std::string_view)>{} : print);
   if (!result) {
     Error error = result.error();
-    if (!request.inherits.empty() && error.reason != Reason::kNone)
+    if ((!request.inherits.empty() || !request.reads.empty()) && error.reason != Reason::kNone)
       error.message += fmt::format(" ({})", ReasonName(error.reason));
     return Fail(error);
   }
@@ -101,7 +101,7 @@ int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const Qu
   } else if (!result->text.empty()) {
     fmt::print("\n");
   }
-  if (result->mode == HandoffMode::kText && result->reason != Reason::kNone) {
+  if (result->mode != HandoffMode::kAttach && result->reason != Reason::kNone) {
     fmt::print(stderr, "qkvshare: read as text ({}): {}\n", ReasonName(result->reason), result->reason_detail);
   }
   if (after) {

@@ -264,7 +264,21 @@ Status Agent::Publish(Context context, PublishOptions options) {
   return status;
 }
 
+// Encoded behind one token that readers don't see, a text's own first token is no sink (ARCHITECTURE.md).
+Result<std::vector<Token>> Agent::DocumentTokens(const TurnRequest& request) const {
+  std::vector<Token> tokens;
+  if (!request.system.empty()) {
+    QKV_ASSIGN_OR_RETURN(tokens, vocab_.SystemTurn(request.system));
+  } else if (const std::optional<Token> bos = vocab_.BeginningOfText()) {
+    tokens = {*bos};
+  }
+  QKV_ASSIGN_OR_RETURN(const auto text, vocab_.Tokenize(request.prompt, false, false));
+  tokens.insert(tokens.end(), text.begin(), text.end());
+  return tokens;
+}
+
 Result<std::vector<Token>> Agent::TurnTokens(const TurnRequest& request, bool first) const {
+  if (request.document) return DocumentTokens(request);
   if (request.raw) return vocab_.Tokenize(request.prompt, first, false);
   if (request.prompt.empty() && !first) return std::vector<Token>{};
   return first ? vocab_.FirstTurn(request.system, request.prompt) : vocab_.NextTurn(request.prompt);
@@ -386,6 +400,7 @@ Status Agent::Read(const TurnRequest& request, TurnResult& result) {
 // How much of what is about to be read is the agent's own system message.
 Status Agent::NotePrefix(const TurnRequest& request, std::span<const Token> history, std::span<const Token> tokens) {
   prefix_tokens_ = history.empty() ? 0 : request.prefix_tokens;
+  if (request.document && request.system.empty() && vocab_.BeginningOfText()) prefix_tokens_ = 1;
   if (!history.empty() || request.raw || request.system.empty()) return {};
   QKV_ASSIGN_OR_RETURN(const auto own, vocab_.SystemTurn(request.system));
   if (own.size() < tokens.size() && std::equal(own.begin(), own.end(), tokens.begin())) {

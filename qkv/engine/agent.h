@@ -49,6 +49,9 @@ struct TurnRequest {
   std::string system;  // only for a conversation's first turn
   std::string prompt;  // empty: go on without a new turn
   bool raw = false;    // prompt is plain text, no chat template
+  // The prompt is a text for others to read: bare, behind the system message or, without one, behind the token for the
+  // beginning of a text, both of which readers leave out. Nothing is generated (max_tokens is 0), nothing inherited.
+  bool document = false;
   int max_tokens = 256;
   bool ignore_eos = false;     // generate max_tokens whatever comes; for benchmarks and tests
   bool digest_logits = false;  // fill in TurnResult::logits_digest
@@ -163,6 +166,7 @@ class Agent {
   const Vocab& vocab() const { return vocab_; }
 
  private:
+  Result<std::vector<Token>> DocumentTokens(const TurnRequest& request) const;
   Result<std::vector<Token>> TurnTokens(const TurnRequest& request, bool first) const;
   Status CheckRoom(const TurnRequest& request, size_t n_context, size_t n_new) const;
   // Goes on from request.inherits and reads the prompt. On error the sequence is what it was. `history`

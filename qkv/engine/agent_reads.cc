@@ -75,7 +75,10 @@ Status Agent::FetchAll(const TurnRequest& request, std::vector<Reading>& reading
       }
     }
     if (reading.tokens.empty()) {
-      return Err(Code::kInvalidArgument, result.reason, "a context to read came without its tokens");
+      const bool refused = !result.steps_down.empty();
+      return Err(Code::kInvalidArgument, result.reason, "{}",
+                 refused ? result.reason_detail + "; and there is no text to fall back to"
+                         : "a context to read came without its tokens");
     }
     // A context that is nothing but a system message is used as it is.
     const bool behind = i > 0 || !request.system.empty();
@@ -100,7 +103,7 @@ Status Agent::Place(const TurnRequest& request, const std::vector<Reading>& read
     ContextPiece& piece = pieces.emplace_back();
     n_context += reading.tokens.size() - static_cast<size_t>(reading.first_token);
     if (reading.context) {
-      piece = {&*reading.context, reading.first_token, {}, reading.read->splice};
+      piece = {&*reading.context, FirstTokenFor(reading.first_token, reading.read->splice), {}, reading.read->splice};
     } else {
       piece.tokens.assign(reading.tokens.begin() + reading.first_token, reading.tokens.end());
     }

@@ -296,6 +296,45 @@ TEST_F(AgentTest, AProducersSystemMessageIsLeftOutBehindAnother) {
   EXPECT_EQ(NewAgent().Run(reading)->logits_digest, same->logits_digest);
 }
 
+TEST_F(AgentTest, ADocumentIsEncodedBehindOneTokenThatNobodySees) {
+  const std::string text = "The mill stood by the river for two hundred years, and nobody knows who built it.";
+  TurnRequest document;
+  document.prompt = text;
+  document.document = true;
+  document.max_tokens = 0;
+  document.publish_as = "doc";
+  const auto read = NewAgent().Run(document);
+  ASSERT_TRUE(read) << read.error().message;
+  const Vocab vocab(*TestModel());
+  std::vector<Token> bare = vocab.Tokenize(text, false, false).value();
+  EXPECT_EQ(read->prefix_tokens, 1);
+  EXPECT_EQ(read->context_tokens.front(), vocab.BeginningOfText().value());
+  EXPECT_TRUE(std::equal(bare.begin(), bare.end(), read->context_tokens.begin() + 1, read->context_tokens.end()));
+
+  TurnRequest reading = ReadsTwo();
+  reading.reads = {{.context = "doc"}};
+  const auto hidden = NewAgent().Run(reading);
+  ASSERT_TRUE(hidden) << hidden.error().message;
+  EXPECT_EQ(hidden->mode, HandoffMode::kSplice);
+  EXPECT_EQ(hidden->tokens_repaired, 0) << "the token is left out for nothing";
+  EXPECT_EQ(hidden->tokens_reused, static_cast<int64_t>(bare.size()) + 1);
+  reading.reads[0].splice = *ParseSplicePolicy("repair=32");
+  const auto repaired = NewAgent().Run(reading);
+  ASSERT_TRUE(repaired) << repaired.error().message;
+  EXPECT_EQ(repaired->tokens_repaired, static_cast<int64_t>(bare.size())) << "without it";
+
+  // Behind a common system message.
+  document.system = reading.system;
+  document.publish_as = "behind";
+  const auto behind = NewAgent().Run(document);
+  ASSERT_TRUE(behind) << behind.error().message;
+  EXPECT_EQ(behind->prefix_tokens, static_cast<int64_t>(PrefixByHand().size()));
+  reading.reads = {{.context = "behind"}};
+  const auto exact = NewAgent().Run(reading);
+  ASSERT_TRUE(exact) << exact.error().message;
+  EXPECT_EQ(exact->mode, HandoffMode::kAttach);
+}
+
 TEST_F(AgentTest, APrefixThatWasReadAheadGivesTheSame) {
   Agent at_once = NewAgent(), ahead = NewAgent(), other = NewAgent();
   ASSERT_TRUE(ahead.ReadPrefix("You are brief."));

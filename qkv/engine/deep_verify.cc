@@ -6,6 +6,8 @@
 #include <cmath>
 #include <span>
 
+#include "qkv/engine/kv_rows.h"
+
 namespace qkv {
 namespace {
 
@@ -17,51 +19,6 @@ constexpr double kKlFactor = 10;
 constexpr double kKlFloor = 0.02;
 constexpr int kKlSamples = 8;
 constexpr CodecPair kExact = {CodecId::kF16, CodecId::kF16};
-
-// Keys or values of consecutive tokens: [layer][token][kv_head][head_dim].
-struct Rows {
-  std::vector<float> k, v;
-  int n_layers = 0;
-};
-
-// Of tokens [first, first + n) of a context.
-Rows Decode(const Context& context, int first, int n) {
-  const Geometry& geometry = context.segments.front()->geometry();
-  const size_t token_floats = static_cast<size_t>(geometry.n_kv_heads) * geometry.head_dim;
-  const size_t layer_floats = token_floats * static_cast<size_t>(n);
-  Rows rows{std::vector<float>(layer_floats * geometry.n_layers), std::vector<float>(layer_floats * geometry.n_layers),
-            geometry.n_layers};
-  std::vector<float> block(static_cast<size_t>(kPageTokens) * geometry.head_dim);
-  for (const auto& span : context.card.spans()) {
-    const Segment& segment = *context.segments[span.segment()];
-    int position = static_cast<int>(span.first_position());
-    int left = static_cast<int>(span.n_tokens());
-    for (size_t page = span.first_page(); page < span.first_page() + span.n_pages(); ++page) {
-      const int tokens = std::min<int>(left, segment.pages()[page].tokens);
-      const int from = std::max(first, position), to = std::min(first + n, position + tokens);
-      const CodecPair codecs = segment.codecs(page);
-      const PageLayout layout(geometry, codecs);
-      for (int layer = 0; from < to && layer < geometry.n_layers; ++layer) {
-        for (int head = 0; head < geometry.n_kv_heads; ++head) {
-          for (const Side side : {Side::kK, Side::kV}) {
-            CodecOf(side == Side::kK ? codecs.k : codecs.v)
-                .decode(side, segment.page(page) + layout.BlockOffset(side, layer, head), tokens, geometry.head_dim,
-                        block.data());
-            float* out = (side == Side::kK ? rows.k : rows.v).data() + layer_floats * static_cast<size_t>(layer) +
-                         static_cast<size_t>(head) * geometry.head_dim;
-            for (int token = from; token < to; ++token) {
-              std::copy_n(&block[static_cast<size_t>(token - position) * geometry.head_dim], geometry.head_dim,
-                          out + token_floats * static_cast<size_t>(token - first));
-            }
-          }
-        }
-      }
-      position += tokens;
-      left -= tokens;
-    }
-  }
-  return rows;
-}
 
 // Of the layer where it is largest. Not a number counts as infinite.
 double WorstLayer(const std::vector<float>& found, const std::vector<float>& expected, int n_layers) {
@@ -110,7 +67,7 @@ struct Limits {
 
 // What codec and reading in pieces do to `tokens` with this model. `exact`: the rows of all of them, read at once.
 Result<Limits> MeasureLimits(const std::shared_ptr<const Model>& model, std::span<const Token> tokens, CodecPair kv,
-                             int n_threads, Rows* exact) {
+                             int n_threads, KvRows* exact) {
   const int n = static_cast<int>(tokens.size());
   const int half = std::max(1, n * 2 / 5);  // no multiple of a page: how pages are cut differs as well
   const size_t n_vocab = static_cast<size_t>(model->params().n_vocab);
@@ -118,7 +75,7 @@ Result<Limits> MeasureLimits(const std::shared_ptr<const Model>& model, std::spa
   at_once->KeepAllLogits(true);
   QKV_RETURN_IF_ERROR(at_once->Forward(tokens));
   QKV_ASSIGN_OR_RETURN(const Context whole, at_once->Publish({}));
-  *exact = Decode(whole, 0, n);
+  *exact = DecodeRows(whole, 0, n);
 
   QKV_ASSIGN_OR_RETURN(const auto in_pieces, NewSequence(model, kv, n, n_threads));
   QKV_RETURN_IF_ERROR(in_pieces->Forward(tokens.first(half)));
@@ -126,8 +83,8 @@ Result<Limits> MeasureLimits(const std::shared_ptr<const Model>& model, std::spa
   in_pieces->KeepAllLogits(true);
   QKV_RETURN_IF_ERROR(in_pieces->Forward(tokens.subspan(half)));
   QKV_ASSIGN_OR_RETURN(const Context pieces, in_pieces->Publish({}));
-  const Rows found = Decode(pieces, half, n - half);
-  const Rows expected = Decode(whole, half, n - half);
+  const KvRows found = DecodeRows(pieces, half, n - half);
+  const KvRows expected = DecodeRows(whole, half, n - half);
 
   double kl = 0;
   for (int i = half; i < n; ++i) {
@@ -139,7 +96,7 @@ Result<Limits> MeasureLimits(const std::shared_ptr<const Model>& model, std::spa
                 .kl = kKlFactor * kl / (n - half) + kKlFloor};
 }
 
-DeepCheck Compare(std::string where, const Rows& found, const Rows& expected, const Limits& limits) {
+DeepCheck Compare(std::string where, const KvRows& found, const KvRows& expected, const Limits& limits) {
   return {.where = std::move(where),
           .k_error = WorstLayer(found.k, expected.k, found.n_layers),
           .k_limit = limits.k,
@@ -171,10 +128,10 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
 
   const Segment& first_segment = *context.segments[context.card.spans(0).segment()];
   const CodecPair kv = first_segment.codecs(context.card.spans(0).first_page());
-  Rows exact;
+  KvRows exact;
   QKV_ASSIGN_OR_RETURN(const Limits limits, MeasureLimits(model, std::span(tokens).first(n), kv, n_threads, &exact));
   std::vector<DeepCheck> checks;
-  checks.push_back(Compare(fmt::format("first {} tokens", n), Decode(context, 0, n), exact, limits));
+  checks.push_back(Compare(fmt::format("first {} tokens", n), DecodeRows(context, 0, n), exact, limits));
   if (n == total) return checks;
 
   // The last tokens, read again over the pages before them.
@@ -185,7 +142,7 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
   const std::vector<float> read_again(reader->all_logits().begin(), reader->all_logits().end());
   QKV_ASSIGN_OR_RETURN(const Context again, reader->Publish({}));
   DeepCheck last =
-      Compare(fmt::format("last {} tokens", n), Decode(context, total - n, n), Decode(again, total - n, n), limits);
+      Compare(fmt::format("last {} tokens", n), DecodeRows(context, total - n, n), DecodeRows(again, total - n, n), limits);
   // And their distributions over the pages themselves, at a few of them.
   const int samples = std::min(kKlSamples, n);
   double kl = 0;

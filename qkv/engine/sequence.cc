@@ -408,7 +408,9 @@ Status Sequence::CopyExact(const Context& exact, const RowTransform& transform) 
   Impl& s = *impl_;
   Clear();
   QKV_RETURN_IF_ERROR(Attach(exact));
-  Status copied = s.kv->Verify(s.options.n_threads);
+  Status copied = s.kv->has_moved() ? Err(Code::kInvalidArgument, "context '{}' has pages that were moved",
+                                          exact.card.id())
+                                    : s.kv->Verify(s.options.n_threads);
   if (copied) copied = s.kv->CopyToTail(transform);
   if (!copied) {
     Clear();
@@ -477,6 +479,35 @@ Status Sequence::Impl::ReadAll(std::span<const Token> batch) {
   }
   stats.tokens_recomputed += static_cast<int64_t>(batch.size());
   return {};
+}
+
+Status Sequence::AppendRows(std::span<const Token> tokens, std::span<const float> k, std::span<const float> v) {
+  Impl& s = *impl_;
+  const Geometry geometry = s.model->geometry();
+  const size_t row = static_cast<size_t>(geometry.n_kv_heads) * geometry.head_dim;
+  const size_t layer_floats = row * tokens.size();
+  if (tokens.empty() || k.size() != layer_floats * geometry.n_layers || v.size() != k.size()) {
+    return Err(Code::kInvalidArgument, "{} and {} values for {} tokens, expected {}", k.size(), v.size(), tokens.size(),
+               layer_floats * geometry.n_layers);
+  }
+  if (tokens.size() > static_cast<size_t>(s.options.n_ctx) - s.tokens.size()) {
+    return Err(Code::kInvalidArgument, Reason::kTooLong,
+               "{} tokens in the context and {} more do not fit a context size of {}", s.tokens.size(), tokens.size(),
+               s.options.n_ctx);
+  }
+  QKV_RETURN_IF_ERROR(s.kv->BeginStep(static_cast<int>(tokens.size()), /*settle=*/true));
+  for (int layer = 0; layer < geometry.n_layers; ++layer) {
+    const size_t at = layer_floats * static_cast<size_t>(layer);
+    s.kv->AppendRows(layer, &k[at], &v[at], row, 0, 1);
+  }
+  s.kv->EndStep(/*submit=*/true);
+  s.tokens.insert(s.tokens.end(), tokens.begin(), tokens.end());
+  s.logits.clear();
+  return {};
+}
+
+const Rope& Sequence::rope() const {
+  return impl_->rope;
 }
 
 Result<SpliceResult> Sequence::Splice(std::span<const SpliceSource> sources, const SpliceOptions& options) {

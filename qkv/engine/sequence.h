@@ -72,6 +72,11 @@ class Sequence {
   using RowTransform =
       std::function<void(Side side, int layer, int kv_head, int first_position, int tokens, float* rows)>;
   Status CopyExact(const Context& exact, const RowTransform& transform = {});
+  // For evaluation: tokens whose keys and values were computed elsewhere, behind what is here, as fp16: [layer][token]
+  // [kv_head][head_dim], keys rotated to where they now stand. Errors: kInvalidArgument (sizes), kInvalidArgument/too_long.
+  Status AppendRows(std::span<const Token> tokens, std::span<const float> k, std::span<const float> v);
+  const Rope& rope() const;  // as keys are rotated
+
   // Uses contexts behind what was read so far, in this order: an approximation (splice.h), unless a context's left out
   // beginning is exactly what stands here, or it is used from its start behind nothing. What is here becomes pages; tokens
   // that are to be repaired are read behind all that comes before them. Afterwards there are no logits until the next

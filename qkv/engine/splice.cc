@@ -67,6 +67,10 @@ std::string ToString(SplicePolicy policy) {
   return "off";
 }
 
+int FirstTokenFor(int prefix_tokens, SplicePolicy policy) {
+  return prefix_tokens == 1 && policy.kind == SplicePolicy::Kind::kHide ? 0 : prefix_tokens;
+}
+
 SplicePlan PlanSplice(std::span<const SegmentSpan> source, int first_token, int position, bool exact,
                       const SpliceOptions& options) {
   const std::vector<Piece> pieces = PiecesOf(source);

@@ -50,6 +50,10 @@ struct SpliceSource {
   int first_token = 0;  // what is before it is left out: the producer's own system message, say
 };
 
+// From where on a context is used whose first `prefix_tokens` are to be left out. A single one, the token for the beginning
+// of a text, say, is left out for nothing by hiding it; leaving more out costs reading again what is left of their page.
+int FirstTokenFor(int prefix_tokens, SplicePolicy policy);
+
 struct SpliceOptions {
   int repair = 0;          // tokens at the start of each moved context: a multiple of kPageTokens, or kRepairAll
   bool hide_first = true;  // where it has a meaning: of a context from its start that is moved and not repaired

@@ -163,6 +163,12 @@ std::string Vocab::Text(std::span<const Token> tokens) const {
   return text + stream.Finish();
 }
 
+std::optional<Token> Vocab::BeginningOfText() const {
+  const llama_token token = llama_vocab_bos(model_.internal().vocab);
+  if (token == LLAMA_TOKEN_NULL) return std::nullopt;
+  return token;
+}
+
 bool Vocab::IsEndOfGeneration(Token token) const {
   return llama_vocab_is_eog(model_.internal().vocab, token);
 }

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -29,6 +30,7 @@ class Vocab {
   std::string Piece(Token token) const;  // raw bytes; may be part of a character. "" for control tokens
   std::string Text(std::span<const Token> tokens) const;
   bool IsEndOfGeneration(Token token) const;
+  std::optional<Token> BeginningOfText() const;  // the model's token for it (BOS), if it has one
 
   // A conversation's first turn: optional system message, user message, and the assistant's header. Control tokens inside the
   // messages themselves are not interpreted. Falls back to plain text when the model has no chat template.

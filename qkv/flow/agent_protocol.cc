@@ -229,6 +229,7 @@ Json ToJson(const AgentTurn& turn) {
           {"threads", turn.threads},
           {"system", turn.system},
           {"prompt", turn.prompt},
+          {"document", turn.document},
           {"max_tokens", turn.max_tokens},
           {"temperature", turn.sampling.temperature},
           {"top_k", turn.sampling.top_k},
@@ -420,7 +421,8 @@ Result<AgentCommand> ParseAgentCommand(std::string_view line) {
     ReadSequenceFields(fields, turn);
     fields.Read("system", turn.system);
     fields.Read("prompt", turn.prompt);
-    fields.Read("max_tokens", turn.max_tokens, 1, kMaxInt);
+    fields.Read("document", turn.document);
+    fields.Read("max_tokens", turn.max_tokens, turn.document ? 0 : 1, kMaxInt);
     fields.Read("temperature", turn.sampling.temperature, 0, 100);
     fields.Read("top_k", turn.sampling.top_k, 0, kMaxInt);
     fields.Read("top_p", turn.sampling.top_p, 0, 1);

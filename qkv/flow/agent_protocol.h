@@ -55,7 +55,8 @@ struct AgentTurn {
   int threads = 2;
   std::string system;
   std::string prompt;
-  int max_tokens = 256;
+  bool document = false;
+  int max_tokens = 256;  // 0 for a document
   Sampling sampling;
   std::string inherits;
   OnMiss on_miss = OnMiss::kText;

@@ -91,6 +91,7 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   sent.trace = true;
   sent.digest_logits = true;
   sent.prefix_tokens = 3;
+  sent.document = true;
   sent.reads = {{"4567", {4, 5}, OnMiss::kFail, *ParseSplicePolicy("repair=64"), 1}, {"", {6}, OnMiss::kText}};
   const AgentTurn got = There(sent, ParseAgentCommand);
   EXPECT_EQ(got.system, sent.system);
@@ -122,6 +123,7 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   EXPECT_EQ(got.reads[1].on_miss, OnMiss::kText);
   EXPECT_EQ(got.reads[1].splice, SplicePolicy{});
   EXPECT_EQ(got.prefix_tokens, 3);
+  EXPECT_TRUE(got.document);
 }
 
 TEST(AgentProtocol, AnnouncedArrivesWhole) {

@@ -194,6 +194,7 @@ class Worker {
     TurnRequest request;
     request.system = turn.system;
     request.prompt = turn.prompt;
+    request.document = turn.document;
     request.max_tokens = turn.max_tokens;
     request.sampling = turn.sampling;
     request.inherits = turn.inherits;

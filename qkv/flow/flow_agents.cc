@@ -63,7 +63,7 @@ class AgentsReader {
     static constexpr std::string_view kKeys[] = {"name",  "model",   "system",     "prompt",  "inherits",    "reads",
                                                  "text",  "foreach", "max_tokens", "seed",    "temperature", "top_k",
                                                  "top_p", "min_p",   "kv",         "on_miss", "deadline",    "retries",
-                                                 "splice"};
+                                                 "splice", "document"};
     QKV_ASSIGN_OR_RETURN(const auto entries, reader_.Map(node, mark, "agent", kKeys));
     RawAgent raw;
     FlowAgent& agent = raw.agent;
@@ -96,6 +96,10 @@ class AgentsReader {
       } else if (entry.key == "prompt") {
         QKV_ASSIGN_OR_RETURN(agent.prompt, reader_.Text(entry));
         raw.prompt_mark = entry.mark();
+      } else if (entry.key == "document") {
+        QKV_ASSIGN_OR_RETURN(agent.prompt, reader_.Text(entry));
+        raw.prompt_mark = entry.mark();
+        agent.document = true;
       } else if (entry.key == "inherits") {
         QKV_RETURN_IF_ERROR(Edges(entry, EdgeKind::kInherits, defaults, raw));
       } else if (entry.key == "reads") {
@@ -128,6 +132,16 @@ class AgentsReader {
         std::ranges::none_of(raw.edges, [](const RawEdge& e) { return e.edge.kind == EdgeKind::kReads; })) {
       return reader_.At(*splice_mark, "agent '{}': 'splice' has no meaning without 'reads'", agent.name);
     }
+    if (agent.document) {
+      for (const Entry& entry : entries) {
+        static constexpr std::string_view kAllowed[] = {"name", "model", "system", "document", "foreach", "kv", "deadline",
+                                                        "retries"};
+        if (std::ranges::find(kAllowed, entry.key) != std::end(kAllowed)) continue;
+        return reader_.At(entry.key_mark, "agent '{}': '{}' has no meaning with 'document', which is only read", agent.name,
+                          entry.key);
+      }
+      agent.max_tokens = 0;
+    }
     QKV_RETURN_IF_ERROR(CheckAgent(raw, mark));
     return raw;
   }
@@ -140,8 +154,8 @@ class AgentsReader {
     if (agent.name.empty()) return reader_.At(mark, "agent: key 'name' is missing");
     const auto inherits = has(EdgeKind::kInherits);
     if (agent.prompt.empty() && inherits == raw.edges.end()) {
-      return reader_.At(raw.prompt_mark, "agent '{}': it has nothing to read: 'prompt' is missing or empty",
-                        agent.name);
+      return reader_.At(raw.prompt_mark, "agent '{}': it has nothing to read: '{}' is missing or empty", agent.name,
+                        agent.document ? "document" : "prompt");
     }
     if (!agent.system.empty() && inherits != raw.edges.end()) {
       return reader_.At(raw.system_mark,
@@ -301,6 +315,10 @@ class AgentsReader {
   }
 
   bool Known(std::string_view name) const { return flow_.names.find(name) != flow_.names.end(); }
+  bool IsDocument(std::string_view name) const {
+    const auto found = flow_.names.find(name);
+    return found != flow_.names.end() && flow_.agents[found->second.front()].document;
+  }
   std::string Suggest(std::string_view name) const {
     std::vector<std::string_view> names;
     for (const RawAgent& raw : raws_) names.push_back(raw.agent.name);
@@ -319,6 +337,10 @@ class AgentsReader {
         return reader_.At(raw_edge.mark, "agent '{}': {}: there is no agent {}{}", agent.name, EdgeKindName(edge.kind),
                           Quoted(edge.from), Suggest(edge.from));
       }
+      if (edge.kind == EdgeKind::kText && IsDocument(edge.from)) {
+        return reader_.At(raw_edge.mark, "agent '{}': text: '{}' is a document and says nothing; 'reads' takes it",
+                          agent.name, edge.from);
+      }
     }
     const std::pair<std::string_view, YAML::Mark> texts[] = {{agent.system, raw.system_mark},
                                                              {agent.prompt, raw.prompt_mark}};
@@ -335,6 +357,10 @@ class AgentsReader {
         if (part.kind == TextPart::Kind::kOutput && !Known(part.value)) {
           return reader_.At(mark, "agent '{}': {{{{{}.output}}}}: there is no agent {}{}", agent.name, part.value,
                             Quoted(part.value), Suggest(part.value));
+        }
+        if (part.kind == TextPart::Kind::kOutput && IsDocument(part.value)) {
+          return reader_.At(mark, "agent '{}': {{{{{}.output}}}}: '{}' is a document and says nothing; 'reads' takes it",
+                            agent.name, part.value, part.value);
         }
         if ((part.kind == TextPart::Kind::kItem || part.kind == TextPart::Kind::kIndex) && !raw.items) {
           return reader_.At(mark, "agent '{}': {{{{{}}}}} has no meaning without 'foreach'", agent.name, part.value);

@@ -48,6 +48,7 @@ struct FlowAgent {
   std::string model;   // path; empty: the flow's
   std::string system;  // may hold references, like the prompt; only where nothing is inherited
   std::string prompt;  // with its references
+  bool document = false;  // the prompt is a text for others to read: this agent says nothing (max_tokens is 0)
   std::vector<FlowEdge> edges;
   int max_tokens = 256;
   Sampling sampling;

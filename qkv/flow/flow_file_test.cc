@@ -447,13 +447,16 @@ TEST(Examples, SchemaAndParserKnowTheSameKeys) {
   }
   EXPECT_EQ(keys, 8u) << "a new key of the flow belongs into the schema and FLOWS.md";
   for (const auto& [key, value] : schema["$defs"]["edge"]["properties"].items()) {
+    EXPECT_FALSE(unknown("agents: [{inherits: {" + key + ": []}}]\n")) << key;
+  }
+  for (const auto& [key, value] : schema["$defs"]["reads_edge"]["properties"].items()) {
     EXPECT_FALSE(unknown("agents: [{reads: {" + key + ": []}}]\n")) << key;
   }
   for (const auto& [key, value] : schema["$defs"]["agent"]["properties"].items()) {
     EXPECT_FALSE(unknown("agents: [{" + key + ": []}]\n")) << key;
     ++keys;
   }
-  EXPECT_EQ(keys, 8u + 18u) << "a new key of an agent belongs into the schema and FLOWS.md";
+  EXPECT_EQ(keys, 8u + 20u) << "a new key of an agent belongs into the schema and FLOWS.md";
 }
 
 TEST(Texts, ReplaceReferences) {
@@ -543,6 +546,27 @@ TEST(Reads, SayHowTheirContextsMayBeSpliced) {
   EXPECT_THAT(ErrorOf(Agents(a + "  - {name: b, prompt: y, inherits: {from: a, splice: hide}}\n")),
               HasSubstr("splice"));
   EXPECT_THAT(ErrorOf(Agents(a + "  - {name: b, prompt: y, reads: a, splce: hide}\n")), HasSubstr("did you mean 'splice'?"));
+}
+
+TEST(Document, IsAnAgentThatOnlyReads) {
+  auto flow = ParseFlow(
+      "inputs: {x: [one, two]}\nagents:\n  - {name: doc, document: '{{item}}', foreach: x}\n"
+      "  - {name: reader, system: own, reads: doc, prompt: y}\n",
+      "f.yaml");
+  ASSERT_TRUE(flow) << flow.error().message;
+  EXPECT_TRUE(flow->agents[0].document);
+  EXPECT_EQ(flow->agents[0].max_tokens, 0);
+  EXPECT_EQ(flow->PromptOf(flow->agents[1], {}).value(), "two");
+  EXPECT_FALSE(flow->agents[2].document);
+  EXPECT_EQ(flow->Graph()[0].write_tokens, 0);
+
+  EXPECT_EQ(ErrorOf(Agents("  - {name: a, document: x, max_tokens: 3}\n")),
+            "f.yaml:2:27: agent 'a': 'max_tokens' has no meaning with 'document', which is only read");
+  EXPECT_THAT(ErrorOf(Agents("  - {name: a, document: x, prompt: y}\n")), HasSubstr("'prompt' has no meaning"));
+  EXPECT_THAT(ErrorOf(Agents("  - {name: a, document: ''}\n")), HasSubstr("'document' is missing or empty"));
+  const std::string doc = "  - {name: a, document: x}\n";
+  EXPECT_THAT(ErrorOf(Agents(doc + "  - {name: b, prompt: y, text: a}\n")), HasSubstr("'reads' takes it"));
+  EXPECT_THAT(ErrorOf(Agents(doc + "  - {name: b, prompt: '{{a.output}}'}\n")), HasSubstr("'reads' takes it"));
 }
 
 TEST(Reads, ErrorsSayWhere) {

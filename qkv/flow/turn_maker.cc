@@ -17,6 +17,7 @@ Result<AgentTurn> TurnMaker::Make(int i, const std::map<std::string, std::string
   turn.n_ctx = flow_.n_ctx;
   QKV_ASSIGN_OR_RETURN(turn.system, flow_.SystemOf(spec, outputs));
   QKV_ASSIGN_OR_RETURN(turn.prompt, flow_.PromptOf(spec, outputs));
+  turn.document = spec.document;
   turn.max_tokens = spec.max_tokens;
   turn.sampling = spec.sampling;
   std::string said = turn.system;
