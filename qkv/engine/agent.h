@@ -179,6 +179,7 @@ class Agent {
   // The same for a request with `reads`.
   struct Reading;
   Status ReadBehindPrefix(const TurnRequest& request, TurnResult& result);
+  Result<Context> FetchToRead(const ContextToRead& read);
   Status FetchAll(const TurnRequest& request, std::vector<Reading>& readings, TurnResult& result);
   // The contexts that are there as pages, the others as text; *failed: the one that can't be used after all.
   Status Place(const TurnRequest& request, const std::vector<Reading>& readings, TurnResult& result, size_t* failed);

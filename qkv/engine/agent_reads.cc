@@ -42,19 +42,29 @@ HandoffMode WantedFor(const TurnRequest& request, size_t i) {
 
 }  // namespace
 
+Result<Context> Agent::FetchToRead(const ContextToRead& read) {
+  if (read.splice.kind == SplicePolicy::Kind::kOff) {
+    return Err(Code::kIncompatible, Reason::kDenied, "splicing '{}' is not allowed (splice: off)", read.context);
+  }
+  if (broker_ == nullptr) {
+    return Err(Code::kPeerLost, Reason::kPeerLost, "there is no broker to have '{}' from", read.context);
+  }
+  QKV_ASSIGN_OR_RETURN(Context context, Fetch(read.context));
+  if (!admit_) return context;
+  if (const Status admitted = admit_(context); !admitted) {
+    if (context.lease != 0) (void)broker_->ReleaseLease(context.lease);
+    return tl::unexpected(admitted.error());
+  }
+  return context;
+}
+
 Status Agent::FetchAll(const TurnRequest& request, std::vector<Reading>& readings, TurnResult& result) {
   for (size_t i = 0; i < request.reads.size(); ++i) {
     const ContextToRead& read = request.reads[i];
     Reading& reading = readings.emplace_back(Reading{.read = &read, .context = {}, .tokens = read.history});
     int prefix_tokens = read.prefix_tokens;
     if (!read.context.empty()) {
-      Result<Context> fetched = Err(Code::kPeerLost, Reason::kPeerLost, "there is no broker to have '{}' from",
-                                    read.context);
-      if (read.splice.kind == SplicePolicy::Kind::kOff) {
-        fetched = Err(Code::kIncompatible, Reason::kDenied, "splicing '{}' is not allowed (splice: off)", read.context);
-      } else if (broker_ != nullptr) {
-        fetched = Fetch(read.context);
-      }
+      auto fetched = FetchToRead(read);
       if (fetched) {
         const CacheCard& card = fetched->card;
         encrypted_ |= fetched->encrypted;
@@ -110,8 +120,12 @@ Status Agent::Place(const TurnRequest& request, const std::vector<Reading>& read
   }
   // Where the first one begins with the same system message, or there is none, it stands where it was made.
   const Reading& front = readings.front();
+  const auto begins_with_own = [&](const CacheCard& card) {
+    return static_cast<size_t>(card.token_ids_size()) > own.size() &&
+           std::equal(own.begin(), own.end(), card.token_ids().begin());
+  };
   const bool as_heir = front.context && static_cast<size_t>(front.first_token) == own.size() &&
-                       std::equal(own.begin(), own.end(), front.tokens.begin());
+                       begins_with_own(front.context->card);
   for (size_t i = as_heir ? 1 : 0; i < readings.size(); ++i) {
     if (!readings[i].context || readings[i].read->splice.kind != SplicePolicy::Kind::kExactOnly) continue;
     *failed = i;
