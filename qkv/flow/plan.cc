@@ -82,6 +82,7 @@ Plan::Plan(std::vector<PlanNode> nodes)
   const std::vector<int> order = TopologicalOrder(needed_by_, open_needs_);
   for (int i : order) {
     context_tokens_[i] = own_tokens(i) + (base(i) >= 0 ? context_tokens_[base(i)] : 0);
+    for (int other : nodes_[i].spliced) context_tokens_[i] += other == base(i) ? 0 : context_tokens_[other];
   }
   for (auto i = order.rbegin(); i != order.rend(); ++i) {
     for (int other : needed_by_[*i]) path_costs_[*i] = std::max(path_costs_[*i], path_costs_[other]);
@@ -108,8 +109,11 @@ int Plan::heir(int node) const {
 
 int64_t Plan::own_tokens(int node) const {
   int64_t tokens = nodes_[node].read_tokens + nodes_[node].write_tokens;
-  // What it reads behind another prefix is its own KV as long as that has to be computed again.
-  for (int other : nodes_[node].reads) tokens += other == base(node) ? 0 : context_tokens_[other];
+  const std::vector<int>& spliced = nodes_[node].spliced;
+  for (int other : nodes_[node].reads) {
+    const bool as_pages = other == base(node) || std::find(spliced.begin(), spliced.end(), other) != spliced.end();
+    tokens += as_pages ? 0 : context_tokens_[other];
+  }
   return tokens;
 }
 

@@ -20,6 +20,7 @@ struct PlanNode {
   std::vector<int> needs;    // indexes of the agents that must have finished before; those below are among them
   int inherits = -1;         // whose context it goes on from; -1: nobody's
   std::vector<int> reads;    // whose contexts it uses behind its own prefix, in this order
+  std::vector<int> spliced;  // those of `reads` whose pages it uses; the others are read again
   bool own_prefix = false;   // it has one; without, the first of `reads` is gone on from
   int64_t read_tokens = 0;   // of its own, about
   int64_t write_tokens = 0;  // at most

@@ -190,6 +190,16 @@ TEST_F(PlanTest, BehindNoPrefixTheFirstContextIsShared) {
   EXPECT_EQ(plan_->own_tokens(3), 100 + 30 + 5);
 }
 
+TEST_F(PlanTest, SplicedContextsAreSharedAndCountToTheReadersContext) {
+  Given("a r 100\nb r 30\nmover & a & b r 5\nnext < mover r 1");
+  nodes_[2].own_prefix = true;
+  nodes_[2].spliced = {0};
+  plan_.emplace(nodes_);
+  EXPECT_EQ(plan_->own_tokens(2), 30 + 5) << "b is read again";
+  EXPECT_EQ(plan_->context_tokens(2), 100 + 30 + 5);
+  EXPECT_EQ(plan_->context_tokens(3), 100 + 30 + 5 + 1);
+}
+
 TEST_F(PlanTest, TheHeirIsTheFirstOfThoseThatInherit) {
   Given("a\nquick < a\nlong < a w 100\nreader & a w 500");
   EXPECT_EQ(plan_->heir(0), 2) << "most work waits for it";
