@@ -79,6 +79,9 @@ struct TurnReport {
   double ttft_seconds = 0;
   std::string model;  // the client's, and the codec pair of the pages that it writes: labels of the counters
   std::string kv;
+  // Keys that attention saw in pages with a refinement plane, and how many of them it refined.
+  uint64_t keys_with_refinement = 0;
+  uint64_t keys_refined = 0;
 };
 
 struct AttachedContext {

@@ -73,6 +73,10 @@ struct BrokerMetrics::Impl {
               impl.NewCounter("qkvshare:reused_tokens_total", "Prompt tokens taken over without reading them", labels)),
           recomputed(impl.NewCounter("qkvshare:recomputed_tokens_total", "Prompt tokens read", labels)),
           copied(impl.NewCounter("qkvshare:copied_bytes_total", "Bytes of segments that consumers copied", labels)),
+          refinable_keys(impl.NewCounter("qkvshare:refinable_keys_total",
+                                         "Keys that attention saw in pages with a refinement plane", labels)),
+          refined_keys(
+              impl.NewCounter("qkvshare:refined_keys_total", "Of those, keys that it read at full width", labels)),
           attach_seconds(impl.NewHistogram("qkvshare:attach_seconds", "Asking for a context until it is mapped", labels,
                                            kHandoffSeconds)),
           publish_seconds(impl.NewHistogram("qkvshare:publish_seconds",
@@ -85,7 +89,7 @@ struct BrokerMetrics::Impl {
         handoffs[i] = &impl.NewCounter("qkvshare:handoffs_total", "Turns by how they took over a context", with_mode);
       }
     }
-    Counter &reused, &recomputed, &copied;
+    Counter &reused, &recomputed, &copied, &refinable_keys, &refined_keys;
     std::array<Counter*, kModes.size()> handoffs{};
     Histogram &attach_seconds, &publish_seconds, &ttft_seconds;
   };
@@ -159,6 +163,8 @@ void BrokerMetrics::Count(const TurnReport& report) {
   series.copied.Increment(static_cast<double>(report.bytes_copied));
   series.reused.Increment(static_cast<double>(report.tokens_reused));
   series.recomputed.Increment(static_cast<double>(report.tokens_recomputed));
+  series.refinable_keys.Increment(static_cast<double>(report.keys_with_refinement));
+  series.refined_keys.Increment(static_cast<double>(report.keys_refined));
   if (report.attach_seconds > 0) series.attach_seconds.Observe(report.attach_seconds);
   if (report.publish_seconds > 0) series.publish_seconds.Observe(report.publish_seconds);
   if (report.ttft_seconds > 0) series.ttft_seconds.Observe(report.ttft_seconds);

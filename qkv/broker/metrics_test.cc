@@ -29,7 +29,9 @@ TurnReport Attached() {
           .tokens_reused = 4065,
           .tokens_recomputed = 25,
           .attach_seconds = 0.0006,
-          .ttft_seconds = 0.3};
+          .ttft_seconds = 0.3,
+          .keys_with_refinement = 1000,
+          .keys_refined = 97};
 }
 TurnReport Damaged() {
   return {
@@ -75,6 +77,8 @@ TEST(Metrics, CountTurnsByWhatCameOfThem) {
   EXPECT_THAT(text, HasSubstr("qkvshare:attach_seconds_bucket{le=\"0.001\"} 2\n"));
   EXPECT_THAT(text, HasSubstr("qkvshare:time_to_first_token_seconds_count 3\n"));
   EXPECT_THAT(text, HasSubstr("qkvshare:publish_seconds_count 0\n"));
+  EXPECT_THAT(text, HasSubstr("qkvshare:refinable_keys_total 2000\n"));
+  EXPECT_THAT(text, HasSubstr("qkvshare:refined_keys_total 194\n"));
   const BrokerTotals totals = metrics.totals();
   EXPECT_EQ(totals.tokens_reused, 2u * 4065);
   EXPECT_EQ(totals.tokens_recomputed, 2u * 25 + 4090);

@@ -50,6 +50,7 @@ Status CheckReport(const BrokerRequest::Report& report) {
   constexpr uint64_t kMostTokens = uint64_t{1} << 32;
   constexpr uint64_t kMostBytes = uint64_t{1} << 48;
   constexpr double kMostSeconds = 1e6;
+  constexpr uint64_t kMostKeys = uint64_t{1} << 52;  // counters are doubles
   if (std::find(std::begin(kModes), std::end(kModes), report.mode()) == std::end(kModes)) {
     return Err(Code::kInvalidArgument, "report: unknown mode");
   }
@@ -63,6 +64,10 @@ Status CheckReport(const BrokerRequest::Report& report) {
   if (report.bytes_copied() > kMostBytes) {
     return Err(Code::kInvalidArgument, "report: {} bytes copied, expected at most {}", report.bytes_copied(),
                kMostBytes);
+  }
+  if (report.keys_with_refinement() > kMostKeys || report.keys_refined() > report.keys_with_refinement()) {
+    return Err(Code::kInvalidArgument, "report: {} of {} keys refined, expected at most as many of at most {}",
+               report.keys_refined(), report.keys_with_refinement(), kMostKeys);
   }
   for (const double seconds : {report.attach_seconds(), report.publish_seconds(), report.ttft_seconds()}) {
     if (!(seconds >= 0 && seconds <= kMostSeconds)) {
@@ -215,6 +220,8 @@ void ToWire(const TurnReport& report, BrokerRequest::Report* out) {
   out->set_bytes_copied(report.bytes_copied);
   out->set_model(report.model);
   out->set_kv(report.kv);
+  out->set_keys_with_refinement(report.keys_with_refinement);
+  out->set_keys_refined(report.keys_refined);
 }
 
 TurnReport FromWire(const BrokerRequest::Report& report) {
@@ -229,7 +236,9 @@ TurnReport FromWire(const BrokerRequest::Report& report) {
           .publish_seconds = report.publish_seconds(),
           .ttft_seconds = report.ttft_seconds(),
           .model = report.model(),
-          .kv = report.kv()};
+          .kv = report.kv(),
+          .keys_with_refinement = report.keys_with_refinement(),
+          .keys_refined = report.keys_refined()};
 }
 
 }  // namespace qkv

@@ -161,7 +161,9 @@ TurnReport SomeReport() {
           .publish_seconds = 0.5,
           .ttft_seconds = 4,
           .model = "tiny",
-          .kv = "i8"};
+          .kv = "i8",
+          .keys_with_refinement = 1000,
+          .keys_refined = 97};
 }
 
 TEST(Protocol, AReportArrivesAsItWas) {
@@ -182,6 +184,8 @@ TEST(Protocol, AReportArrivesAsItWas) {
   EXPECT_EQ(report.bytes_copied, 8u);
   EXPECT_EQ(report.model, "tiny");
   EXPECT_EQ(report.kv, "i8");
+  EXPECT_EQ(report.keys_with_refinement, 1000u);
+  EXPECT_EQ(report.keys_refined, 97u);
 }
 
 TEST(Protocol, AReportCannotSpoilTheCounters) {
@@ -195,7 +199,9 @@ TEST(Protocol, AReportCannotSpoilTheCounters) {
       {"copied", [](auto& r) { r.set_bytes_copied(UINT64_MAX); }},
       {"negative", [](auto& r) { r.set_attach_seconds(-1); }},
       {"nan", [](auto& r) { r.set_publish_seconds(std::nan("")); }},
-      {"infinite", [](auto& r) { r.set_ttft_seconds(HUGE_VAL); }}};
+      {"infinite", [](auto& r) { r.set_ttft_seconds(HUGE_VAL); }},
+      {"more refined than there are", [](auto& r) { r.set_keys_refined(1001); }},
+      {"too many keys", [](auto& r) { r.set_keys_with_refinement(UINT64_MAX); }}};
   for (const auto& [what, change] : changes) {
     BrokerRequest request;
     ToWire(SomeReport(), request.mutable_report());
