@@ -434,7 +434,7 @@ TEST_F(Ladder, ACodecThatThisVersionDoesNotKnowInAPage) {
 
 TEST_F(Ladder, ARotationThatThisVersionDoesNotKnow) {
   Context context = Made(model_);
-  context.card.mutable_format()->set_rotation("hadamard");
+  context.card.mutable_format()->set_rotation("givens");
   Publish(context);
   ExpectStepsDownAndCounted({Reason::kCodecUnsupported, {"format.rotation"}});
 }

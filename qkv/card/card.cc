@@ -193,6 +193,24 @@ Status CheckModel(const ModelIdentity& model) {
   return {};
 }
 
+Status CheckRefinement(const CacheCard& card, int index) {
+  const auto& span = card.spans(index);
+  if (span.refinement_segment() == 0) {
+    if (span.refinement_first_page() == 0) return {};
+    return Corrupt("span {} has refinement pages of no segment", index);
+  }
+  if (span.refinement_segment() > static_cast<uint32_t>(card.segments_size())) {
+    return Corrupt("refinement of span {} is in segment {} of {}", index, span.refinement_segment() - 1,
+                   card.segments_size());
+  }
+  const uint32_t n_pages = card.segments(static_cast<int>(span.refinement_segment() - 1)).n_pages();
+  if (span.refinement_first_page() > n_pages || span.n_pages() > n_pages - span.refinement_first_page()) {
+    return Corrupt("refinement of span {} is {} pages from page {} on, its segment has {}", index, span.n_pages(),
+                   span.refinement_first_page(), n_pages);
+  }
+  return {};
+}
+
 // Sums are of numbers below kMaxTokens and kMaxPosition, in 64 bits.
 Status CheckSpans(const CacheCard& card) {
   const auto n_tokens = static_cast<uint64_t>(card.token_ids_size());
@@ -226,9 +244,11 @@ Status CheckSpans(const CacheCard& card) {
                      -span.position_offset());
     }
     if (span.hide_first() && (position == 0 || span.position_offset() != position)) {
-      return Corrupt("span {} at position {} hides its first token, encoded at {}; expected a moved span from position 0",
-                     i, position, position - span.position_offset());
+      return Corrupt(
+          "span {} at position {} hides its first token, encoded at {}; expected a moved span from position 0", i,
+          position, position - span.position_offset());
     }
+    QKV_RETURN_IF_ERROR(CheckRefinement(card, i));
     end = uint64_t{span.first_position()} + span.n_tokens();
     in_pages += span.n_tokens();
   }
@@ -400,9 +420,9 @@ std::vector<FormatProblem> FormatProblems(const CacheCard& card) {
     add(Reason::kVersion, "format.page_tokens", std::to_string(format.page_tokens()), std::to_string(kPageTokens),
         fmt::format("pages of {} tokens, expected {}", format.page_tokens(), kPageTokens));
   }
-  if (format.rotation() != "none") {
-    add(Reason::kCodecUnsupported, "format.rotation", quoted(format.rotation()), "\"none\"",
-        fmt::format("rotation '{}', expected 'none'", format.rotation()));
+  if (format.rotation() != kNoRotation && format.rotation() != kHadamardRotation) {
+    add(Reason::kCodecUnsupported, "format.rotation", quoted(format.rotation()), "\"none\" or \"hadamard\"",
+        fmt::format("rotation '{}', expected '{}' or '{}'", format.rotation(), kNoRotation, kHadamardRotation));
   }
   if (const auto kv = ParseCodecPair(format.kv()); !format.kv().empty() && !kv) {
     add(Reason::kCodecUnsupported, "format.kv", quoted(format.kv()), "a codec of this version",

@@ -23,6 +23,10 @@ using ModelIdentity = ::qkvshare::v1::ModelIdentity;
 inline constexpr size_t kMaxCardBytes = size_t{64} << 20;  // with the envelope; FORMAT.md §5, as the limits in card.cc
 inline constexpr size_t kMaxNameBytes = 200;
 
+// CacheFormat.rotation.
+inline constexpr std::string_view kNoRotation = "none";
+inline constexpr std::string_view kHadamardRotation = "hadamard";
+
 // The envelope of FORMAT.md §4: magic, version, length, XXH3-64, then the message. Does not look into the card.
 std::vector<std::byte> SerializeCard(const CacheCard& card);
 

@@ -285,6 +285,22 @@ TEST(Card, IsRefusedWhenItContradictsItselfOrALimit) {
       {"from position 59 on", [](CacheCard& c) { c.mutable_spans(1)->set_first_position(59); }},
       {"from position 61 on", [](CacheCard& c) { c.mutable_spans(1)->set_first_position(61); }},
       {"from position 4294967295", [](CacheCard& c) { c.mutable_spans(1)->set_first_position(~0u); }},
+      {"refinement of span 1 is in segment 2 of 2",
+       [](CacheCard& c) { c.mutable_spans(1)->set_refinement_segment(3); }},
+      {"in segment 4294967294 of 2", [](CacheCard& c) { c.mutable_spans(1)->set_refinement_segment(~0u); }},
+      {"refinement of span 0 is 2 pages from page 1 on",
+       [](CacheCard& c) {
+         c.mutable_segments(1)->set_n_pages(2);
+         c.mutable_spans(0)->set_refinement_segment(2);
+         c.mutable_spans(0)->set_refinement_first_page(1);
+       }},
+      {"from page 4294967295 on, its segment has",  // + 2 would wrap around
+       [](CacheCard& c) {
+         c.mutable_spans(0)->set_refinement_segment(2);
+         c.mutable_spans(0)->set_refinement_first_page(~0u);
+       }},
+      {"span 0 has refinement pages of no segment",
+       [](CacheCard& c) { c.mutable_spans(0)->set_refinement_first_page(1); }},
       {"offset 61", [](CacheCard& c) { c.mutable_spans(1)->set_position_offset(61); }},
       {"no token is seen that was encoded at the start",
        [](CacheCard& c) { c.mutable_spans(0)->set_position_offset(-1); }},
@@ -544,8 +560,8 @@ TEST(Compatible, AFormatThatThisVersionCannotReadIsRefusedWithItsReason) {
       {"pages of 64 tokens", Reason::kVersion, [](CacheCard& c) { c.mutable_format()->set_page_tokens(64); }},
       {"byte order 'big', expected 'little'", Reason::kEndianness,
        [](CacheCard& c) { c.mutable_format()->set_byte_order("big"); }},
-      {"rotation 'hadamard'", Reason::kCodecUnsupported,
-       [](CacheCard& c) { c.mutable_format()->set_rotation("hadamard"); }},
+      {"rotation 'givens'", Reason::kCodecUnsupported,
+       [](CacheCard& c) { c.mutable_format()->set_rotation("givens"); }},
       {"codecs 'q9'", Reason::kCodecUnsupported, [](CacheCard& c) { c.mutable_format()->set_kv("q9"); }},
       {"mask of kind 9", Reason::kVersion,
        [](CacheCard& c) { c.mutable_mask()->set_kind(static_cast<MaskState::Kind>(9)); }},
