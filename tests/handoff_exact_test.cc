@@ -7,6 +7,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cctype>
 #include <csignal>
 #include <nlohmann/json.hpp>
 
@@ -120,12 +122,29 @@ class HandoffExact : public ::testing::Test {
   std::unique_ptr<BrokerClient> client_;
 };
 
+// Every pair of the plain codecs.
 std::vector<CodecPair> AllPairs() {
   std::vector<CodecPair> pairs;
   for (const Codec& k : Codecs()) {
-    for (const Codec& v : Codecs()) pairs.push_back({k.id, v.id});
+    for (const Codec& v : Codecs()) {
+      if (!k.rotated && !v.rotated) pairs.push_back({k.id, v.id});
+    }
   }
   return pairs;
+}
+
+// Of the rotated ones those that presets are made of, with refinement planes and without.
+std::vector<CodecPair> RotatedPairs() {
+  std::vector<CodecPair> pairs;
+  for (const char* text : {"8", "k=6,v=5", "k=5,v=4", "4", "k=4,v=3", "4+4"}) pairs.push_back(*ParseCodecPair(text));
+  return pairs;
+}
+
+std::string PairName(const ::testing::TestParamInfo<CodecPair>& info) {
+  std::string name = ToString(info.param);
+  std::ranges::replace_if(
+      name, [](unsigned char c) { return std::isalnum(c) == 0; }, '_');
+  return name;
 }
 
 class HandoffExactPair : public HandoffExact, public ::testing::WithParamInterface<CodecPair> {};
@@ -148,11 +167,30 @@ TEST_P(HandoffExactPair, LongContexts) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Codecs, HandoffExactPair, ::testing::ValuesIn(AllPairs()), [](const auto& info) {
-  std::string name = "k_" + std::string(CodecOf(info.param.k).name) + "_v_" + std::string(CodecOf(info.param.v).name);
-  std::replace(name.begin(), name.end(), '-', '_');
-  return name;
-});
+INSTANTIATE_TEST_SUITE_P(Codecs, HandoffExactPair, ::testing::ValuesIn(AllPairs()), PairName);
+
+class HandoffExactRotated : public HandoffExact, public ::testing::WithParamInterface<CodecPair> {};
+
+TEST_P(HandoffExactRotated, TheProducersCodecsOrTheReadersOwn) {
+  const std::vector<CodecPair> pairs = RotatedPairs();
+  const size_t index = static_cast<size_t>(std::ranges::find(pairs, GetParam()) - pairs.begin());
+  const CodecPair others = pairs[(index + 1) % pairs.size()];
+  for (const size_t n : {1, 33, 1000}) {
+    SCOPED_TRACE(fmt::format("{}, {} tokens", ToString(GetParam()), n));
+    auto producer = NewAgent(GetParam());
+    const std::string id = Produce(*producer, SourceTokens(5, n), "context");
+    EXPECT_EQ(Finish(*StartConsumer(id, GetParam())), GoOn(*producer));
+    // A reader that writes other pages behind these: its twin is a sequence of this process.
+    auto twin = NewAgent(others);
+    const auto context = FetchContext(*client_, id);
+    ASSERT_TRUE(context) << context.error().message;
+    const Status attached = twin->sequence().Attach(*context);
+    ASSERT_TRUE(attached) << attached.error().message;
+    EXPECT_EQ(Finish(*StartConsumer(id, others)), GoOn(*twin)) << "read by " << ToString(others);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Codecs, HandoffExactRotated, ::testing::ValuesIn(RotatedPairs()), PairName);
 
 TEST_F(HandoffExact, AfterASecondAndAThirdHop) {
   const CodecPair kv = {CodecId::kI8, CodecId::kI4};

@@ -425,7 +425,9 @@ void Agent::Report(const TurnRequest& request, const TurnResult& result, bool fa
                          .publish_seconds = result.publish_ms / 1e3,
                          .ttft_seconds = result.ttft_ms / 1e3,
                          .model = model_->params().name,
-                         .kv = ToString(sequence_->kv())});
+                         .kv = ToString(sequence_->kv()),
+                         .keys_with_refinement = result.keys_with_refinement,
+                         .keys_refined = result.keys_refined});
 }
 
 Status Agent::PublishTurn(const TurnRequest& request, TurnResult& result) {
@@ -532,6 +534,10 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
   const Sequence::Stats& stats = sequence_->stats();
   result.own_kv_bytes = stats.own_kv_bytes + stats.tail_bytes;
   result.kv_bytes = result.own_kv_bytes + stats.shared_kv_bytes;
+  result.kv_bits_stored = stats.stored_bits;
+  result.kv_bits_read = stats.read_bits();
+  result.keys_with_refinement = stats.keys_with_refinement;
+  result.keys_refined = stats.keys_refined;
   Report(request, result, /*failed=*/false);
   return result;
 }

@@ -64,7 +64,7 @@ struct TurnRequest {
   // `inherits` is empty). Without it the fallback reads the card's tokens.
   std::vector<Token> history;
   int prefix_tokens = 0;  // of history: the first ones, if they are a system message
-  int64_t budget = 0;  // most tokens to take over; a longer context is a miss (too_long). 0: any
+  int64_t budget = 0;     // most tokens to take over; a longer context is a miss (too_long). 0: any
 
   // Or: contexts to read in this order behind the system message, before the prompt. Not together with `inherits`. The
   // first one is gone on from if there is no system message or it begins with the same one; the others are spliced as
@@ -116,6 +116,15 @@ struct TurnResult {
   std::string publish_error;  // why it failed
   uint64_t kv_bytes = 0;      // all pages and tail that this context reads
   uint64_t own_kv_bytes = 0;  // of which this process wrote
+  // Sequence::Stats' of the same meaning: what the pages hold and what attention read of them.
+  double kv_bits_stored = 0;  // per value; 0: no pages
+  double kv_bits_read = 0;
+  uint64_t keys_with_refinement = 0;
+  uint64_t keys_refined = 0;
+  double refined_share() const {
+    return keys_with_refinement == 0 ? 0
+                                     : static_cast<double>(keys_refined) / static_cast<double>(keys_with_refinement);
+  }
 };
 
 // Segments of contexts that a later turn will go on from, mapped, checked and faulted in ahead of it. One thread.

@@ -114,10 +114,11 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
   const int n = std::min(std::max(n_tokens, 2), total);
   if (n < 2) return Err(Code::kInvalidArgument, "context of {} tokens, expected at least 2", total);
   if (std::ranges::any_of(context.card.spans(), [](const auto& span) { return span.position_offset() != 0; })) {
-    return Err(Code::kInvalidArgument,
-               "context '{}' was spliced: its pages are not what reading its tokens gives, so that only their checksums "
-               "can be verified",
-               context.card.id());
+    return Err(
+        Code::kInvalidArgument,
+        "context '{}' was spliced: its pages are not what reading its tokens gives, so that only their checksums "
+        "can be verified",
+        context.card.id());
   }
   const size_t n_vocab = static_cast<size_t>(model->params().n_vocab);
 
@@ -141,8 +142,8 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
   QKV_RETURN_IF_ERROR(reader->Forward(std::span(tokens).last(n)));
   const std::vector<float> read_again(reader->all_logits().begin(), reader->all_logits().end());
   QKV_ASSIGN_OR_RETURN(const Context again, reader->Publish({}));
-  DeepCheck last =
-      Compare(fmt::format("last {} tokens", n), DecodeRows(context, total - n, n), DecodeRows(again, total - n, n), limits);
+  DeepCheck last = Compare(fmt::format("last {} tokens", n), DecodeRows(context, total - n, n),
+                           DecodeRows(again, total - n, n), limits);
   // And their distributions over the pages themselves, at a few of them.
   const int samples = std::min(kKlSamples, n);
   double kl = 0;

@@ -76,10 +76,12 @@ TEST_P(DeepVerify, FindsALastWordThatWasExchanged) {
   EXPECT_FALSE(checks[1].ok()) << Text(checks[1]);
 }
 
-INSTANTIATE_TEST_SUITE_P(Codecs, DeepVerify, ::testing::Values("f16", "i8", "i8-channel", "i8-tensor", "i4", "i4z"),
+INSTANTIATE_TEST_SUITE_P(Codecs, DeepVerify,
+                         ::testing::Values("f16", "i8", "i8-channel", "i8-tensor", "i4", "i4z", "8", "4", "4+4"),
                          [](const auto& info) {
                            std::string name = info.param;
-                           std::replace(name.begin(), name.end(), '-', '_');
+                           std::ranges::replace_if(
+                               name, [](unsigned char c) { return std::isalnum(c) == 0; }, '_');
                            return name;
                          });
 

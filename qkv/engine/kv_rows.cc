@@ -5,14 +5,16 @@
 #include <algorithm>
 #include <cmath>
 
+#include "qkv/engine/page_encoder.h"
+
 namespace qkv {
 
 KvRows DecodeRows(const Context& context, int first, int n) {
   const Geometry& geometry = context.segments.front()->geometry();
   const size_t token_floats = static_cast<size_t>(geometry.n_kv_heads) * geometry.head_dim;
   const size_t layer_floats = token_floats * static_cast<size_t>(n);
-  KvRows rows{std::vector<float>(layer_floats * geometry.n_layers), std::vector<float>(layer_floats * geometry.n_layers),
-            geometry.n_layers};
+  KvRows rows{std::vector<float>(layer_floats * geometry.n_layers),
+              std::vector<float>(layer_floats * geometry.n_layers), geometry.n_layers};
   std::vector<float> block(static_cast<size_t>(kPageTokens) * geometry.head_dim);
   for (const auto& span : context.card.spans()) {
     const Segment& segment = *context.segments[span.segment()];
@@ -21,14 +23,10 @@ KvRows DecodeRows(const Context& context, int first, int n) {
     for (size_t page = span.first_page(); page < span.first_page() + span.n_pages(); ++page) {
       const int tokens = std::min<int>(left, segment.pages()[page].tokens);
       const int from = std::max(first, position), to = std::min(first + n, position + tokens);
-      const CodecPair codecs = segment.codecs(page);
-      const PageLayout layout(geometry, codecs);
       for (int layer = 0; from < to && layer < geometry.n_layers; ++layer) {
         for (int head = 0; head < geometry.n_kv_heads; ++head) {
           for (const Side side : {Side::kK, Side::kV}) {
-            CodecOf(side == Side::kK ? codecs.k : codecs.v)
-                .decode(side, segment.page(page) + layout.BlockOffset(side, layer, head), tokens, geometry.head_dim,
-                        block.data());
+            PlainRows(segment, page, side, layer, head, tokens, block.data());
             float* out = (side == Side::kK ? rows.k : rows.v).data() + layer_floats * static_cast<size_t>(layer) +
                          static_cast<size_t>(head) * geometry.head_dim;
             for (int token = from; token < to; ++token) {

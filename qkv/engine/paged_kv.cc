@@ -7,8 +7,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <cmath>
 #include <cstring>
 #include <new>
+#include <numeric>
+
+#include "qkv/engine/preset.h"
 
 namespace qkv {
 namespace {
@@ -25,12 +29,23 @@ double MsSince(std::chrono::steady_clock::time_point start) {
 // Pages one after the other, as spans: runs of pages of which only the last may be used in part.
 class SpanBuilder {
  public:
-  void Add(const std::shared_ptr<const Segment>& segment, size_t page, const PageRef& ref) {
-    const bool goes_on = !spans_.empty() && spans_.back().segment == segment &&
-                         spans_.back().first_page + spans_.back().n_pages == page &&
-                         last_tokens_ == segment->pages()[page - 1].tokens &&
+  struct Page {
+    std::shared_ptr<const Segment> segment;
+    size_t index = 0;
+  };
+  // `refinement` with a null segment: the page has none.
+  void Add(const Page& page, const Page& refinement, const PageRef& ref) {
+    const bool goes_on = !spans_.empty() && spans_.back().segment == page.segment &&
+                         spans_.back().first_page + spans_.back().n_pages == page.index &&
+                         spans_.back().refinement == refinement.segment &&
+                         (refinement.segment == nullptr ||
+                          spans_.back().first_refinement_page + spans_.back().n_pages == refinement.index) &&
+                         last_tokens_ == page.segment->pages()[page.index - 1].tokens &&
                          spans_.back().position_offset == ref.position_offset && !ref.hide_first;
-    if (!goes_on) spans_.push_back({segment, page, 0, 0, ref.position_offset, ref.hide_first});
+    if (!goes_on) {
+      spans_.push_back(
+          {page.segment, page.index, 0, 0, ref.position_offset, ref.hide_first, refinement.segment, refinement.index});
+    }
     spans_.back().n_pages += 1;
     spans_.back().n_tokens += ref.tokens;
     last_tokens_ = ref.tokens;
@@ -48,12 +63,13 @@ void PagedKv::AlignedFree::operator()(std::byte* p) const {
   std::free(p);
 }
 
-PagedKv::PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest, Trace* trace)
+PagedKv::PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest,
+                 bool use_refinement, Trace* trace)
     : geometry_(geometry),
-      kv_(kv),
+      encoder_of_kv_(geometry, kv),
+      use_refinement_(use_refinement),
       model_digest_(model_digest),
       trace_(trace),
-      layout_(geometry, kv),
       f16_layout_(geometry, kTailCodecs),
       encoder_([this] { EncoderMain(); }) {}
 
@@ -72,8 +88,13 @@ void PagedKv::Reset(std::vector<SegmentSpan> spans) {
   record_refs_.clear();
   tail_.clear();
   writer_.reset();
+  refinement_writer_.reset();
   sealed_.clear();
   writer_serial_ = 0;
+  constants_.reset();
+  constants_fixed_ = false;
+  grouped_tokens_ = 0;
+  dropped_tokens_ = 0;
   n_tokens_ = 0;
   step_tokens_ = 0;
   Append(spans);
@@ -96,15 +117,33 @@ void PagedKv::Append(const std::vector<SegmentSpan>& spans) {
   for (const SegmentSpan& span : spans) {
     int left = span.n_tokens;
     for (size_t i = 0; i < span.n_pages; ++i) {
-      const size_t page = span.first_page + i;
-      const int tokens = std::min<int>(left, span.segment->pages()[page].tokens);
+      const PageEntry& entry = span.segment->pages()[span.first_page + i];
+      const int tokens = std::min<int>(left, entry.tokens);
       left -= tokens;
-      records_.push_back({span.segment, -1, page, tokens});
-      record_refs_.push_back({span.segment->page(page), span.segment->codecs(page), tokens, span.position_offset,
-                              span.hide_first && i == 0});
+      PageRecord record{.segment = span.segment, .page = span.first_page + i, .tokens = tokens, .bytes = entry.bytes};
+      PageRef ref{.data = span.segment->page(record.page),
+                  .codecs = span.segment->codecs(record.page),
+                  .tokens = tokens,
+                  .position_offset = span.position_offset,
+                  .hide_first = span.hide_first && i == 0};
+      if (NeedsConstants(ref.codecs)) {
+        ref.constants = span.segment->constants();
+        ref.exact_first = entry.first_position == 0;
+      }
+      if (span.refinement != nullptr) {
+        record.refinement = span.refinement;
+        record.refinement_page = span.first_refinement_page + i;
+        if (use_refinement_) {
+          ref.refinement = span.refinement->page(record.refinement_page);
+          record.bytes += span.refinement->pages()[record.refinement_page].bytes;
+        }
+      }
+      records_.push_back(std::move(record));
+      record_refs_.push_back(ref);
     }
     n_tokens_ += span.n_tokens;
   }
+  TakeConstantsOfRecords();
   all_verified_ = false;
   RebuildRefs();
 }
@@ -113,18 +152,42 @@ bool PagedKv::has_moved() const {
   return std::ranges::any_of(record_refs_, [](const PageRef& ref) { return ref.position_offset != 0; });
 }
 
+void PagedKv::TakeConstantsOfRecords() {
+  if (constants_fixed_) return;
+  const auto rotated = std::ranges::find_if(record_refs_, [](const PageRef& ref) { return ref.constants != nullptr; });
+  if (rotated == record_refs_.end()) return;
+  constants_.emplace(geometry_);
+  std::memcpy(constants_->halves.data(), rotated->constants, constants_->layout.bytes);
+  constants_fixed_ = true;
+}
+
+// So that whoever goes on from what is left does as this object does.
+void PagedKv::DropUnusedConstants() {
+  if (std::ranges::any_of(record_refs_, [](const PageRef& ref) { return ref.constants != nullptr; })) return;
+  constants_.reset();
+  constants_fixed_ = false;
+  // The open segment would pass the old ones on; it holds pages that were truncated away.
+  if (NeedsConstants(encoder_of_kv_.kv())) {
+    writer_.reset();
+    refinement_writer_.reset();
+  }
+}
+
 Status PagedKv::Verify(int threads) {
   if (all_verified_) return {};
   const TraceSpan span(trace_, "verify");
   const auto start = std::chrono::steady_clock::now();
   for (size_t i = 0; i < records_.size();) {
+    const PageRecord& first = records_[i];
     size_t n = 1;  // a run of pages of one segment
-    while (i + n < records_.size() && records_[i + n].segment == records_[i].segment &&
-           records_[i + n].page == records_[i].page + n) {
+    while (i + n < records_.size() && records_[i + n].segment == first.segment &&
+           records_[i + n].page == first.page + n && records_[i + n].refinement == first.refinement &&
+           (first.refinement == nullptr || records_[i + n].refinement_page == first.refinement_page + n)) {
       ++n;
     }
-    if (records_[i].segment != nullptr) {
-      QKV_RETURN_IF_ERROR(records_[i].segment->Verify(records_[i].page, n, threads));
+    if (first.segment != nullptr) QKV_RETURN_IF_ERROR(first.segment->Verify(first.page, n, threads));
+    if (first.refinement != nullptr && use_refinement_) {
+      QKV_RETURN_IF_ERROR(first.refinement->Verify(first.refinement_page, n, threads));
     }
     i += n;
   }
@@ -158,10 +221,11 @@ int PagedKv::settled_tokens() const {
   return n;
 }
 
-Status PagedKv::BeginStep(int n, bool settle) {
+Status PagedKv::BeginStep(int n, Settle settle) {
   QKV_CHECK(step_tokens_ == 0);
-  while (settle && !tail_.empty() && tail_.front().submitted_at >= 0 &&
-         n_tokens_ >= tail_.front().submitted_at + kEncodeLagTokens) {
+  const int lag = settle == Settle::kAll ? 0 : kEncodeLagTokens;
+  while (settle != Settle::kNone && !tail_.empty() && tail_.front().submitted_at >= 0 &&
+         n_tokens_ >= tail_.front().submitted_at + lag) {
     QKV_RETURN_IF_ERROR(SettleFront());
   }
   for (int left = n; left > 0;) {
@@ -266,10 +330,17 @@ Status PagedKv::CopyToTail(const RowTransform& transform) {
 
 void PagedKv::Submit(TailPage& page, int first_position) {
   page.submitted_at = n_tokens_;
+  Job job{.page = {page.data.get(), page.tokens},
+          .first_position = static_cast<uint32_t>(first_position),
+          .encoder = &encoder_of_kv_};
+  if (NeedsConstants(encoder_of_kv_.kv()) && !constants_fixed_) {
+    for (const TailPage& other : tail_) job.constants_of.push_back({other.data.get(), other.tokens});
+    constants_fixed_ = true;
+  }
   {
     std::lock_guard lock(mutex_);
-    page.ticket = next_ticket_++;
-    jobs_.push_back({page.ticket, page.data.get(), page.tokens, static_cast<uint32_t>(first_position)});
+    job.ticket = page.ticket = next_ticket_++;
+    jobs_.push_back(std::move(job));
   }
   changed_.notify_all();
 }
@@ -288,8 +359,14 @@ Status PagedKv::SettleFront() {
     Submit(page, settled_tokens());
     return encoded.status;
   }
-  records_.push_back({nullptr, encoded.writer_serial, encoded.page, page.tokens});
-  record_refs_.push_back({encoded.data, kv_, page.tokens});
+  records_.push_back({.writer_serial = encoded.writer_serial,
+                      .own = true,
+                      .page = encoded.page,
+                      .tokens = page.tokens,
+                      .refinement_page = encoded.refinement_page,
+                      .bytes = encoder_of_kv_.page_bytes()});
+  record_refs_.push_back(encoded.ref);
+  record_refs_.back().tokens = page.tokens;
   if (spare_.size() < kMaxSpareTailPages) spare_.push_back(std::move(page.data));
   tail_.pop_front();
   return {};
@@ -305,17 +382,24 @@ Status PagedKv::SettleSubmitted() {
 }
 
 Result<std::vector<SegmentSpan>> PagedKv::SealAll() {
+  if (grouped_tokens_ > 0) {
+    return Err(Code::kInvalidArgument, "a context grouped by importance cannot be published: no card describes it");
+  }
   QKV_RETURN_IF_ERROR(Flush());
   if (writer_ != nullptr) QKV_RETURN_IF_ERROR(SealWriter());
   SpanBuilder spans;
   for (size_t i = 0; i < records_.size(); ++i) {
     PageRecord& record = records_[i];
-    if (record.writer_serial >= 0) record.segment = sealed_[std::exchange(record.writer_serial, -1)];
-    spans.Add(record.segment, record.page, record_refs_[i]);
+    if (record.writer_serial >= 0) {
+      const Sealed& sealed = sealed_[std::exchange(record.writer_serial, -1)];
+      record.segment = sealed.segment;
+      record.refinement = sealed.refinement;
+    }
+    spans.Add({record.segment, record.page}, {record.refinement, record.refinement_page}, record_refs_[i]);
   }
   // Whose pages were all truncated away: nothing of this object reads them any more.
-  std::erase_if(sealed_, [&](const auto& segment) {
-    return std::ranges::find(records_, segment, &PageRecord::segment) == records_.end();
+  std::erase_if(sealed_, [&](const Sealed& sealed) {
+    return std::ranges::find(records_, sealed.segment, &PageRecord::segment) == records_.end();
   });
   return spans.Take();
 }
@@ -324,17 +408,25 @@ std::vector<SegmentSpan> PagedKv::SealedPrefix() const {
   // With no job to do, the encoder leaves sealed_ alone.
   std::lock_guard lock(mutex_);
   SpanBuilder spans;
-  if (!jobs_.empty()) return {};
+  if (!jobs_.empty() || grouped_tokens_ > 0) return {};
   for (size_t i = 0; i < records_.size(); ++i) {
     const PageRecord& record = records_[i];
-    const auto serial = static_cast<size_t>(std::max(record.writer_serial, 0));
-    if (record.segment == nullptr && serial >= sealed_.size()) break;
-    spans.Add(record.segment != nullptr ? record.segment : sealed_[serial], record.page, record_refs_[i]);
+    Sealed sealed{record.segment, record.refinement};
+    if (record.segment == nullptr) {
+      if (static_cast<size_t>(record.writer_serial) >= sealed_.size()) break;
+      sealed = sealed_[record.writer_serial];
+    }
+    spans.Add({sealed.segment, record.page}, {sealed.refinement, record.refinement_page}, record_refs_[i]);
   }
   return spans.Take();
 }
 
 Status PagedKv::Truncate(int n_tokens) {
+  if (n_tokens < grouped_tokens_) {
+    return Err(Code::kInvalidArgument, "the first {} tokens are grouped by importance and cannot be cut to {}",
+               grouped_tokens_, n_tokens);
+  }
+  n_tokens -= dropped_tokens_;
   QKV_CHECK(n_tokens >= 0 && n_tokens <= n_tokens_ && step_tokens_ == 0);
   QKV_RETURN_IF_ERROR(SettleSubmitted());
   int left = n_tokens_ - n_tokens;
@@ -354,28 +446,149 @@ Status PagedKv::Truncate(int n_tokens) {
     }
   }
   n_tokens_ = n_tokens;
+  if (constants_fixed_) DropUnusedConstants();
   RebuildRefs();
   return {};
 }
 
+Result<std::vector<F16Page>> PagedKv::F16Records() const {
+  std::vector<F16Page> pages;
+  for (const PageRef& ref : record_refs_) {
+    if (ref.codecs != kTailCodecs || ref.position_offset != 0 || ref.hide_first) {
+      return Err(Code::kInvalidArgument, "only a context of f16 pages can be encoded anew, found a page of {}",
+                 ref.position_offset != 0 ? "a moved context" : ToString(ref.codecs));
+    }
+    pages.push_back({ref.data, ref.tokens});
+  }
+  const bool sealed = std::ranges::all_of(records_, [](const PageRecord& r) { return r.segment != nullptr; });
+  if (!tail_.empty() || pages.empty() || !sealed || grouped_tokens_ > 0) {
+    return Err(Code::kInvalidArgument, "only a context that was published whole can be encoded anew");
+  }
+  return pages;
+}
+
+// With no job under way the encoder's things are the owner's.
+Status PagedKv::ReplaceRecords(std::vector<Job> jobs) {
+  std::vector<PageRecord> records;
+  std::vector<PageRef> refs;
+  int n_tokens = 0;
+  // No record is in an open segment; what is in there was truncated away.
+  writer_.reset();
+  refinement_writer_.reset();
+  for (const Job& job : jobs) {
+    Encoded encoded = Encode(job);
+    if (!encoded.status) return encoded.status;
+    records.push_back({.writer_serial = encoded.writer_serial,
+                       .own = true,
+                       .page = encoded.page,
+                       .tokens = job.page.tokens,
+                       .refinement_page = encoded.refinement_page,
+                       .bytes = job.encoder->page_bytes()});
+    refs.push_back(encoded.ref);
+    n_tokens += job.page.tokens;
+  }
+  constants_fixed_ = !jobs.front().constants_of.empty();
+  records_ = std::move(records);
+  record_refs_ = std::move(refs);
+  n_tokens_ = n_tokens;
+  RebuildRefs();
+  return {};
+}
+
+Status PagedKv::Regroup(std::span<const float> importance, double share, CodecPair high, std::optional<CodecPair> low) {
+  QKV_ASSIGN_OR_RETURN(const std::vector<F16Page> pages, F16Records());
+  if (high.refine || (low && low->refine)) {
+    return Err(Code::kInvalidArgument, "pages grouped by importance have no refinement");
+  }
+  if (std::ranges::any_of(importance, [](float x) { return std::isnan(x); })) {
+    return Err(Code::kInvalidArgument, "importance is not a number");
+  }
+  if (importance.size() != static_cast<size_t>(n_tokens_) || !(share >= 0 && share <= 1)) {
+    return Err(Code::kInvalidArgument, "{} numbers for {} tokens and a share of {}, expected one each, 0 to 1",
+               importance.size(), n_tokens_, share);
+  }
+  // The first token stays the first, where it is exact.
+  std::vector<int> order(n_tokens_ - 1);
+  std::iota(order.begin(), order.end(), 1);
+  std::ranges::stable_sort(order, [&](int a, int b) { return importance[a] > importance[b]; });
+  const auto n_high = std::min<size_t>(order.size(), static_cast<size_t>(std::lround(share * n_tokens_)));
+  std::vector<int> groups[2] = {{0}, {}};
+  groups[0].insert(groups[0].end(), order.begin(), order.begin() + static_cast<ptrdiff_t>(n_high));
+  if (low) groups[1].assign(order.begin() + static_cast<ptrdiff_t>(n_high), order.end());
+
+  std::vector<size_t> page_of;  // [token]
+  std::vector<int> place_of;
+  for (size_t i = 0; i < pages.size(); ++i) {
+    for (int t = 0; t < pages[i].tokens; ++t) {
+      page_of.push_back(i);
+      place_of.push_back(t);
+    }
+  }
+  const PageEncoder encoders[2] = {{geometry_, high}, {geometry_, low.value_or(high)}};
+  std::vector<TailPage> grouped;  // until they are encoded
+  std::vector<Job> jobs;
+  for (int g = 0; g < 2; ++g) {
+    std::ranges::sort(groups[g]);
+    for (size_t at = 0; at < groups[g].size(); at += kPageTokens) {
+      TailPage& page = grouped.emplace_back(NewTailPage());
+      page.tokens = static_cast<int>(std::min<size_t>(kPageTokens, groups[g].size() - at));
+      for (int t = 0; t < page.tokens; ++t) {
+        const int token = groups[g][at + t];
+        CopyToken(pages[page_of[token]].data, place_of[token], page.data.get(), t);
+      }
+      jobs.push_back({.page = {page.data.get(), page.tokens},
+                      .first_position = static_cast<uint32_t>(groups[g][at]),
+                      .encoder = &encoders[g]});
+    }
+  }
+  if (NeedsConstants(high) || (low && NeedsConstants(*low))) jobs.front().constants_of = pages;
+  const int n_tokens = n_tokens_;
+  QKV_RETURN_IF_ERROR(ReplaceRecords(std::move(jobs)));
+  grouped_tokens_ = n_tokens;
+  dropped_tokens_ = n_tokens - n_tokens_;
+  return {};
+}
+
+void PagedKv::CopyToken(const std::byte* from, int from_token, std::byte* to, int to_token) const {
+  const int head_dim = geometry_.head_dim;
+  const auto half = [](auto* page, size_t offset) {
+    using Half = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(page)>>, const uint16_t, uint16_t>;
+    return reinterpret_cast<Half*>(page + offset);
+  };
+  for (int layer = 0; layer < geometry_.n_layers; ++layer) {
+    for (int head = 0; head < geometry_.n_kv_heads; ++head) {
+      // f16 blocks (FORMAT.md §3): K [head_dim][32], V [32][head_dim].
+      const size_t k = f16_layout_.BlockOffset(Side::kK, layer, head);
+      const size_t v = f16_layout_.BlockOffset(Side::kV, layer, head);
+      for (int c = 0; c < head_dim; ++c) {
+        half(to, k)[c * kPageTokens + to_token] = half(from, k)[c * kPageTokens + from_token];
+      }
+      std::copy_n(half(from, v) + from_token * head_dim, head_dim, half(to, v) + to_token * head_dim);
+    }
+  }
+}
+
 uint64_t PagedKv::shared_bytes() const {
   uint64_t bytes = 0;
-  for (const PageRecord& record : records_) {
-    const bool own =
-        record.writer_serial >= 0 || std::find(sealed_.begin(), sealed_.end(), record.segment) != sealed_.end();
-    if (!own) bytes += record.segment->pages()[record.page].bytes;
-  }
+  for (const PageRecord& record : records_) bytes += record.own ? 0 : record.bytes;
   return bytes;
 }
 
 uint64_t PagedKv::own_bytes() const {
   uint64_t bytes = 0;
-  for (const PageRecord& record : records_) {
-    const bool own =
-        record.writer_serial >= 0 || std::find(sealed_.begin(), sealed_.end(), record.segment) != sealed_.end();
-    if (own) bytes += layout_.bytes;
-  }
+  for (const PageRecord& record : records_) bytes += record.own ? record.bytes : 0;
   return bytes;
+}
+
+PagedKv::PlaneBits PagedKv::plane_bits() const {
+  PlaneBits sum;
+  int n = 0;
+  for (const PageRef& ref : record_refs_) {
+    sum.base += ref.tokens * BitsPerValue(ref.codecs, geometry_.head_dim);
+    if (ref.refinement != nullptr) sum.refinement += ref.tokens * BitsPerValue(kRefinementCodecs, geometry_.head_dim);
+    n += ref.tokens;
+  }
+  return n == 0 ? PlaneBits{} : PlaneBits{sum.base / n, sum.refinement / n};
 }
 
 double PagedKv::encode_ms() const {
@@ -403,50 +616,71 @@ void PagedKv::EncoderMain() {
 
 PagedKv::Encoded PagedKv::Encode(const Job& job) {
   const TraceSpan span(trace_, "encode");
-  if (writer_ != nullptr && !writer_->Fits(kv_)) {
-    if (auto status = SealWriter(); !status) return {0, 0, nullptr, status};
+  const PageEncoder& encoder = *job.encoder;
+  const auto failed = [](Error error) { return Encoded{0, 0, 0, {}, tl::unexpected(std::move(error))}; };
+  if (!job.constants_of.empty()) {
+    // Token 0 is among them unless there are pages before.
+    constants_ = ConstantsOf(geometry_, job.constants_of, job.first_position == 0);
+  }
+  if (writer_ != nullptr &&
+      (!writer_->Fits(encoder.base()) || (encoder.kv().refine && !refinement_writer_->Fits(kRefinementCodecs)))) {
+    if (auto status = SealWriter(); !status) return failed(status.error());
   }
   if (writer_ == nullptr) {
-    if (auto status = OpenWriter(); !status) return {0, 0, nullptr, status};
+    if (auto status = OpenWriter(encoder); !status) return failed(status.error());
   }
-  const Codec& f16 = CodecOf(CodecId::kF16);
-  const Codec& k_codec = CodecOf(kv_.k);
-  const Codec& v_codec = CodecOf(kv_.v);
-  std::vector<float> rows(static_cast<size_t>(kPageTokens) * geometry_.head_dim);
-  const auto page = writer_->Append(kv_, job.tokens, job.first_position, [&](std::byte* out) {
-    for (int layer = 0; layer < geometry_.n_layers; ++layer) {
-      for (int head = 0; head < geometry_.n_kv_heads; ++head) {
-        for (const Side side : {Side::kK, Side::kV}) {
-          f16.decode(side, job.tail_data + f16_layout_.BlockOffset(side, layer, head), job.tokens, geometry_.head_dim,
-                     rows.data());
-          (side == Side::kK ? k_codec : v_codec)
-              .encode(side, rows.data(), job.tokens, geometry_.head_dim, out + layout_.BlockOffset(side, layer, head));
-        }
-      }
-    }
-  });
-  if (!page) return {0, 0, nullptr, tl::unexpected(page.error())};
-  return {writer_serial_, *page, writer_->page(*page), {}};
+  const bool exact_first = NeedsConstants(encoder.kv()) && job.first_position == 0;
+  Result<size_t> page = size_t{0}, refinement = size_t{0};
+  const auto encode = [&](std::byte* refinement_out) {
+    page = writer_->Append(encoder.base(), job.page.tokens, job.first_position, [&](std::byte* out) {
+      encoder.Encode(job.page, exact_first, constants_ ? &*constants_ : nullptr, out, refinement_out);
+    });
+  };
+  if (encoder.kv().refine) {
+    refinement = refinement_writer_->Append(kRefinementCodecs, job.page.tokens, job.first_position, encode);
+    if (!refinement) return failed(refinement.error());
+  } else {
+    encode(nullptr);
+  }
+  if (!page) return failed(page.error());  // a page of the refinement segment is then in vain
+  PageRef ref{.data = writer_->page(*page), .codecs = encoder.base(), .tokens = job.page.tokens};
+  if (NeedsConstants(encoder.kv())) {
+    ref.constants = writer_->constants();
+    ref.exact_first = exact_first;
+  }
+  if (encoder.kv().refine && use_refinement_) ref.refinement = refinement_writer_->page(*refinement);
+  return {writer_serial_, *page, *refinement, ref, {}};
 }
 
-Status PagedKv::OpenWriter() {
+Status PagedKv::OpenWriter(const PageEncoder& encoder) {
   const uint64_t wanted = std::min(kFirstSegmentBytes << std::min<size_t>(sealed_.size(), 8), kLastSegmentBytes);
-  const uint64_t at_least =
-      2 * layout_.bytes + (uint64_t{1} << 20);  // header, table and a page however large the model
-  QKV_ASSIGN_OR_RETURN(writer_, SegmentWriter::Create(geometry_, std::max(wanted, at_least), model_digest_));
+  const uint64_t slack = uint64_t{1} << 20;  // header, table and a page however large the model
+  const uint64_t capacity = std::max(wanted, 2 * encoder.layout().bytes + slack);
+  QKV_ASSIGN_OR_RETURN(auto writer,
+                       SegmentWriter::Create(geometry_, capacity, model_digest_, constants_ ? &*constants_ : nullptr));
+  if (encoder.kv().refine) {
+    const uint64_t pages = capacity / encoder.layout().bytes + 1;
+    QKV_ASSIGN_OR_RETURN(
+        refinement_writer_,
+        SegmentWriter::Create(geometry_, pages * encoder.refinement_layout().bytes + slack, model_digest_));
+  }
+  writer_ = std::move(writer);
   writer_serial_ = static_cast<int>(sealed_.size());
   return {};
 }
 
 Status PagedKv::SealWriter() {
   const TraceSpan span(trace_, "seal");
-  if (writer_->n_pages() == 0) {
-    writer_.reset();
-    return {};
-  }
-  QKV_ASSIGN_OR_RETURN(auto segment, SegmentWriter::Seal(std::move(writer_)));
-  writer_.reset();
-  sealed_.push_back(std::move(segment));
+  const auto seal = [](std::unique_ptr<SegmentWriter> writer) -> Result<std::shared_ptr<const Segment>> {
+    if (writer == nullptr || writer->n_pages() == 0) return nullptr;
+    return SegmentWriter::Seal(std::move(writer));
+  };
+  const bool empty = writer_->n_pages() == 0;
+  auto segment = seal(std::exchange(writer_, nullptr));
+  auto refinement = seal(std::exchange(refinement_writer_, nullptr));
+  if (!segment) return tl::unexpected(segment.error());
+  if (!refinement) return tl::unexpected(refinement.error());
+  if (!empty) sealed_.push_back({*std::move(segment), *std::move(refinement)});
   return {};
 }
 

@@ -6,6 +6,9 @@
 // A page that the tail has filled is encoded by a thread of this object while the next tokens are computed, and takes the
 // tail page's place kEncodeLagTokens later: late enough that nobody waits, and at a point that does not depend on timing.
 //
+// Rotated codecs need constants (page_encoder.h) that all pages of a context have in common. They are those of the first
+// rotated page there is, else they are taken from the tail when the first page goes to the encoder.
+//
 // The owner's thread calls everything but AppendRows, which ggml's threads call between BeginStep and EndStep.
 
 #include <array>
@@ -23,6 +26,7 @@
 
 #include "qkv/attention/attention.h"
 #include "qkv/base/trace.h"
+#include "qkv/engine/page_encoder.h"
 #include "qkv/segment/segment.h"
 #include "qkv/segment/writer.h"
 
@@ -35,21 +39,25 @@ struct SegmentSpan {
   size_t first_page = 0;
   size_t n_pages = 0;
   int n_tokens = 0;
-  int position_offset = 0;  // of use minus encoding
-  bool hide_first = false;  // the span's first token is not seen
+  int position_offset = 0;                    // of use minus encoding
+  bool hide_first = false;                    // the span's first token is not seen
+  std::shared_ptr<const Segment> refinement;  // of these pages, one for one; null: they have none
+  size_t first_refinement_page = 0;
 };
 
 class PagedKv {
  public:
   static constexpr int kEncodeLagTokens = 8;
 
-  // `trace` may be null, and must outlive this object.
-  PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest, Trace* trace = nullptr);
+  // `kv`: of the pages written here. `use_refinement`: attention is to see refinement pages, attached or own; without it
+  // they are passed on all the same, but neither checked nor read. `trace` may be null, and must outlive this object.
+  PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest,
+          bool use_refinement = true, Trace* trace = nullptr);
   ~PagedKv();
   PagedKv(const PagedKv&) = delete;
   PagedKv& operator=(const PagedKv&) = delete;
 
-  int n_tokens() const { return n_tokens_; }
+  int n_tokens() const { return n_tokens_ + dropped_tokens_; }
 
   // Replaces everything by these spans. They must fit the geometry.
   void Reset(std::vector<SegmentSpan> spans);
@@ -64,9 +72,11 @@ class PagedKv {
   // Checks pages of attached segments that have not been checked yet.
   Status Verify(int threads);
 
-  // Makes room for n new tokens. `settle`: encoded pages whose time has come may take their place among pages(). On error
-  // nothing has changed.
-  Status BeginStep(int n, bool settle);
+  // Which encoded pages may take their place among pages() when a step begins: none, those whose time has come, or all
+  // that were submitted, for a tail that has grown too large.
+  enum class Settle : uint8_t { kNone, kDue, kAll };
+  // Makes room for n new tokens. On error nothing has changed.
+  Status BeginStep(int n, Settle settle);
   // With the n new tokens, whose rows are filled in by AppendRows layer by layer.
   std::span<const PageRef> pages() const { return refs_; }
   // k, v: [n][n_kv_heads][head_dim] fp32 of the step's tokens, V's v_stride apart; thread ith of nth does its share.
@@ -83,13 +93,27 @@ class PagedKv {
 
   // Everything becomes sealed pages; the tail is empty afterwards.
   Result<std::vector<SegmentSpan>> SealAll();
+  // To the first n_tokens, dropped ones included.
   Status Truncate(int n_tokens);
   // The pages from the first on that are in sealed segments already, other sequences' or own. Changes nothing. Empty also
   // while the encoder is at work.
   std::vector<SegmentSpan> SealedPrefix() const;
 
+  // For evaluation, of a context of sealed f16 pages, nothing of it moved or in the tail (else kInvalidArgument, and nothing
+  // has changed): the `share` of the tokens with the highest `importance` (one number per token) and the first token in pages
+  // of codecs `high`, the others in pages of codecs `low`, or nowhere. Neither codec may have a refinement. Pages are then
+  // in no order of tokens: Truncate goes no further back than this, and nothing can be sealed (kInvalidArgument).
+  Status Regroup(std::span<const float> importance, double share, CodecPair high, std::optional<CodecPair> low);
+
+  // Refinement pages are counted where attention sees them; own ones always.
   uint64_t shared_bytes() const;  // pages of attached segments, referenced here
   uint64_t own_bytes() const;     // pages that this object wrote
+  // Stored bits of all pages' base planes, and of their refinement planes, per value of the tokens in them.
+  struct PlaneBits {
+    double base = 0;
+    double refinement = 0;
+  };
+  PlaneBits plane_bits() const;
   uint64_t tail_bytes() const { return tail_.size() * f16_layout_.bytes; }
   double encode_ms() const;
   double encode_wait_ms() const { return encode_wait_ms_; }
@@ -109,19 +133,25 @@ class PagedKv {
   struct PageRecord {
     std::shared_ptr<const Segment> segment;
     int writer_serial = -1;
+    bool own = false;
     size_t page = 0;
     int tokens = 0;
+    std::shared_ptr<const Segment> refinement;  // of an own page from sealing on
+    size_t refinement_page = 0;
+    uint64_t bytes = 0;  // with its refinement page if that counts
   };
   struct Job {
-    uint64_t ticket;
-    const std::byte* tail_data;
-    int tokens;
-    uint32_t first_position;
+    uint64_t ticket = 0;
+    F16Page page;
+    uint32_t first_position = 0;
+    std::vector<F16Page> constants_of = {};  // not empty: the constants are to be taken from these first
+    const PageEncoder* encoder = nullptr;
   };
   struct Encoded {
     int writer_serial;
     size_t page;
-    const std::byte* data;
+    size_t refinement_page;
+    PageRef ref;
     Status status;
   };
 
@@ -133,16 +163,22 @@ class PagedKv {
   Status SettleFront();
   Status SettleSubmitted();
   int settled_tokens() const;
+  // Both are the owner's, with no job at the encoder.
+  void TakeConstantsOfRecords();  // if there are none yet, and a page that has them
+  void DropUnusedConstants();     // when no page needs them any more
+  Result<std::vector<F16Page>> F16Records() const;
+  Status ReplaceRecords(std::vector<Job> jobs);
+  void CopyToken(const std::byte* from, int from_token, std::byte* to, int to_token) const;
   void EncoderMain();
   Encoded Encode(const Job& job);
-  Status OpenWriter();
+  Status OpenWriter(const PageEncoder& encoder);
   Status SealWriter();
 
   const Geometry geometry_;
-  const CodecPair kv_;
+  const PageEncoder encoder_of_kv_;
+  const bool use_refinement_;
   const std::array<uint8_t, 16> model_digest_;
   Trace* const trace_;
-  const PageLayout layout_;
   const PageLayout f16_layout_;
 
   int n_tokens_ = 0;
@@ -155,12 +191,21 @@ class PagedKv {
   double encode_wait_ms_ = 0;
   double verify_ms_ = 0;
   bool all_verified_ = true;
+  bool constants_fixed_ = false;  // or will be, by a job
+  int grouped_tokens_ = 0;        // by Regroup
+  int dropped_tokens_ = 0;        // of which it dropped
 
-  // writer_, writer_serial_ and sealed_ belong to the encoder while there are jobs, else to the owner (SettleSubmitted
+  // From here to sealed_, everything belongs to the encoder while there are jobs, else to the owner (SettleSubmitted
   // first).
+  std::optional<SegmentConstants> constants_;  // of the rotated pages written here
   std::unique_ptr<SegmentWriter> writer_;
+  std::unique_ptr<SegmentWriter> refinement_writer_;  // beside writer_ if there is anything to write
   int writer_serial_ = 0;
-  std::vector<std::shared_ptr<const Segment>> sealed_;  // by writer serial
+  struct Sealed {
+    std::shared_ptr<const Segment> segment;
+    std::shared_ptr<const Segment> refinement;  // may be null
+  };
+  std::vector<Sealed> sealed_;  // by writer serial
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> jobs_;

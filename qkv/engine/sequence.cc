@@ -100,6 +100,11 @@ struct Step {
   std::byte* scratch = nullptr;  // [threads][scratch_stride]
   size_t scratch_stride = 0;
   float* partials = nullptr;
+  // A cache line per thread.
+  struct alignas(kCacheLine) Counts {
+    KeyCounts keys;
+  };
+  std::vector<Counts> counts;
 };
 
 // A layer's share: which items are still to be had. Any thread takes the next; results don't depend on who does.
@@ -143,7 +148,7 @@ void AttendOp(ggml_tensor* dst, int ith, int /*nth*/, void* userdata) {
   std::byte* scratch = step.scratch + step.scratch_stride * static_cast<size_t>(ith);
   for (int item; (item = layer.next_attend.fetch_add(1, std::memory_order_relaxed)) < step.plan->n_attend_items();) {
     Attend(*step.plan, step.kv->pages(), step.n_layers, layer.layer, static_cast<const float*>(dst->src[0]->data), item,
-           scratch, step.partials, static_cast<float*>(dst->data));
+           scratch, step.partials, static_cast<float*>(dst->data), &step.counts[ith].keys);
   }
 }
 
@@ -169,6 +174,38 @@ Rope RopeOf(const Model::Internal& model) {
 int64_t NowUnixMs() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch())
       .count();
+}
+
+// The refinement pages that the card names beside the span's pages become `out`'s, if they are that.
+Status AddRefinement(const Context& context, const ::qkvshare::v1::Span& span, SegmentSpan& out) {
+  const auto is_refinement = [](CodecPair codecs) {
+    return codecs.k == CodecId::kRefine4 || codecs.v == CodecId::kRefine4;
+  };
+  const auto mismatch = [&](std::string_view what) {
+    return Err(Code::kCorrupt, Reason::kChecksum, "a span of context '{}' {}", context.card.id(), what);
+  };
+  for (size_t i = 0; i < out.n_pages; ++i) {
+    if (is_refinement(out.segment->codecs(out.first_page + i))) return mismatch("has refinement pages for its own");
+  }
+  if (span.refinement_segment() == 0) return {};
+  if (span.refinement_segment() > context.segments.size()) return mismatch("has its refinement in no segment");
+  const auto& refinement = context.segments[span.refinement_segment() - 1];
+  const size_t first = span.refinement_first_page();
+  bool fits = first <= refinement->pages().size() && out.n_pages <= refinement->pages().size() - first;
+  for (size_t i = 0; fits && i < out.n_pages; ++i) {
+    const CodecPair base = out.segment->codecs(out.first_page + i);
+    const PageEntry &page = out.segment->pages()[out.first_page + i], &beside = refinement->pages()[first + i];
+    fits = refinement->codecs(first + i) == kRefinementCodecs && CodecOf(base.k).rotated && CodecOf(base.v).rotated &&
+           beside.tokens == page.tokens && beside.first_position == page.first_position;
+  }
+  if (!fits) return mismatch("does not match its refinement pages");
+  out.refinement = refinement;
+  out.first_refinement_page = first;
+  return {};
+}
+
+bool HasRotatedPage(const Segment& segment) {
+  return segment.header().rotation_seed != 0;
 }
 
 std::string CpuFeatures() {
@@ -227,7 +264,8 @@ struct Sequence::Impl {
   Stats stats;
 
   std::unique_ptr<PagedKv> NewKv() const {
-    return std::make_unique<PagedKv>(model->geometry(), options.kv, model->weights_digest(), options.trace);
+    return std::make_unique<PagedKv>(model->geometry(), options.kv, model->weights_digest(), options.refine > 0,
+                                     options.trace);
   }
   void UseKv(std::unique_ptr<PagedKv> other) {
     kv = std::move(other);
@@ -255,16 +293,23 @@ struct Sequence::Impl {
   }
 
   bool TailOverBudget() const { return kv->tail_bytes() > options.tail_budget_bytes; }
+  PagedKv::Settle SettleNow(bool first) const {
+    if (options.tail_budget_bytes == 0) return PagedKv::Settle::kAll;
+    return first || TailOverBudget() ? PagedKv::Settle::kDue : PagedKv::Settle::kNone;
+  }
+
+  // As AttentionPlan takes it.
+  float refine_threshold() const { return options.refine > 0 ? static_cast<float>(-std::log(options.refine)) : -1; }
 
   // One graph. On error nothing has changed.
   Status Compute(std::span<const Token> batch, bool first, bool last) {
     const int n = static_cast<int>(batch.size());
-    QKV_RETURN_IF_ERROR(kv->BeginStep(n, first || TailOverBudget()));
+    QKV_RETURN_IF_ERROR(kv->BeginStep(n, SettleNow(first)));
     LlamaGraph& graph = GraphFor(n);
     std::copy(batch.begin(), batch.end(), graph.tokens().begin());
     for (int i = 0; i < n; ++i) graph.positions()[i] = kv->n_tokens() + i;
 
-    step.plan.emplace(shape, n, kv->pages(), &rope);
+    step.plan.emplace(shape, n, kv->pages(), &rope, refine_threshold());
     step.trace = std::exchange(just_attached, false) ? options.trace : nullptr;
     step.scratch_stride = (step.plan->scratch_bytes() + kCacheLine - 1) / kCacheLine * kCacheLine;
     step.scratch = scratch.Get(step.scratch_stride * static_cast<size_t>(options.n_threads));
@@ -282,6 +327,11 @@ struct Sequence::Impl {
     if (status != GGML_STATUS_SUCCESS) {
       kv->AbortStep();
       return Err(Code::kInternal, "ggml could not compute the graph: {}", ggml_status_to_string(status));
+    }
+    for (Step::Counts& counts : step.counts) {
+      const KeyCounts keys = std::exchange(counts.keys, {});
+      stats.keys_with_refinement += keys.seen;
+      stats.keys_refined += keys.refined;
     }
     kv->EndStep(last || TailOverBudget());
     tokens.insert(tokens.end(), batch.begin(), batch.end());
@@ -302,6 +352,8 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   }
   if (options.n_batch < 1)
     return Err(Code::kInvalidArgument, "batch of {} tokens, expected at least 1", options.n_batch);
+  if (!(options.refine >= 0 && options.refine <= 1))
+    return Err(Code::kInvalidArgument, "refinement of tokens from a share of {} on, expected 0 to 1", options.refine);
   auto impl = std::make_unique<Impl>();
   const HyperParams& p = model->params();
   ggml_threadpool_params pool_params = ggml_threadpool_params_default(options.n_threads);
@@ -321,6 +373,7 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   impl->step.placement = &*impl->placement;
   impl->step.n_layers = p.n_layers;
   if (impl->options.on_rows) impl->step.on_rows = &impl->options.on_rows;
+  impl->step.counts.resize(options.n_threads);
   impl->layer_steps = std::vector<LayerStep>(p.n_layers);
   for (int il = 0; il < p.n_layers; ++il) {
     impl->layer_steps[il].step = &impl->step;
@@ -373,6 +426,7 @@ Result<std::vector<SegmentSpan>> Sequence::Impl::SpansOf(const Context& context)
     }
     spans.push_back({segment, span.first_page(), span.n_pages(), static_cast<int>(span.n_tokens()),
                      static_cast<int>(span.position_offset()), span.hide_first()});
+    QKV_RETURN_IF_ERROR(AddRefinement(context, span, spans.back()));
     position += span.n_tokens();
   }
   for (const uint32_t token : card.token_ids()) {
@@ -408,9 +462,9 @@ Status Sequence::CopyExact(const Context& exact, const RowTransform& transform) 
   Impl& s = *impl_;
   Clear();
   QKV_RETURN_IF_ERROR(Attach(exact));
-  Status copied = s.kv->has_moved() ? Err(Code::kInvalidArgument, "context '{}' has pages that were moved",
-                                          exact.card.id())
-                                    : s.kv->Verify(s.options.n_threads);
+  Status copied = s.kv->has_moved()
+                      ? Err(Code::kInvalidArgument, "context '{}' has pages that were moved", exact.card.id())
+                      : s.kv->Verify(s.options.n_threads);
   if (copied) copied = s.kv->CopyToTail(transform);
   if (!copied) {
     Clear();
@@ -534,10 +588,11 @@ Result<SpliceResult> Sequence::Splice(std::span<const SpliceSource> sources, con
     plans.push_back(PlanSplice(spans, source.first_token, position, exact, options));
     const SplicePlan& plan = plans.back();
     if (position == 0 && plan.n_recompute == 0 && (plan.spans[0].position_offset != 0 || plan.spans[0].hide_first)) {
-      return Err(Code::kIncompatible, Reason::kQualityGate,
-                 "context '{}' from token {} on has nothing before it, and no token is seen that was encoded at the start;"
-                 " repair it, or put something before it",
-                 card.id(), source.first_token);
+      return Err(
+          Code::kIncompatible, Reason::kQualityGate,
+          "context '{}' from token {} on has nothing before it, and no token is seen that was encoded at the start;"
+          " repair it, or put something before it",
+          card.id(), source.first_token);
     }
     tokens.insert(tokens.end(), card.token_ids().begin() + source.first_token, card.token_ids().end());
     result.tokens_spliced += plan.n_spliced;
@@ -627,6 +682,12 @@ Status Sequence::Truncate(int n_tokens) {
   return {};
 }
 
+Status Sequence::Regroup(std::span<const float> importance, double share, CodecPair high,
+                         std::optional<CodecPair> low) {
+  QKV_RETURN_IF_ERROR(impl_->kv->Verify(impl_->options.n_threads));
+  return impl_->kv->Regroup(importance, share, high, low);
+}
+
 // The card of these spans, which hold the context's first tokens.
 Context Sequence::Impl::Describe(const std::vector<SegmentSpan>& spans, const PublishInfo& info) const {
   Context context;
@@ -642,22 +703,31 @@ Context Sequence::Impl::Describe(const std::vector<SegmentSpan>& spans, const Pu
   auto* format = card.mutable_format();
   format->set_segment_version(kSegmentVersion);
   format->set_page_tokens(kPageTokens);
-  format->set_rotation("none");
+  const bool rotated =
+      std::ranges::any_of(spans, [](const SegmentSpan& span) { return HasRotatedPage(*span.segment); });
+  format->set_rotation(std::string(rotated ? kHadamardRotation : kNoRotation));
   format->set_byte_order("little");
   format->set_cpu_features(CpuFeatures());
   format->set_kv(ToString(options.kv));
   uint32_t position = 0;
-  for (const SegmentSpan& span : spans) {
-    auto known = std::find(context.segments.begin(), context.segments.end(), span.segment);
+  const auto index_of = [&](const std::shared_ptr<const Segment>& segment) {
+    auto known = std::find(context.segments.begin(), context.segments.end(), segment);
     if (known == context.segments.end()) {
-      known = context.segments.insert(known, span.segment);
-      auto* segment = card.add_segments();
-      segment->set_digest(span.segment->digest());
-      segment->set_bytes(span.segment->bytes());
-      segment->set_n_pages(span.segment->pages().size());
+      known = context.segments.insert(known, segment);
+      auto* out = card.add_segments();
+      out->set_digest(segment->digest());
+      out->set_bytes(segment->bytes());
+      out->set_n_pages(segment->pages().size());
     }
+    return static_cast<uint32_t>(known - context.segments.begin());
+  };
+  for (const SegmentSpan& span : spans) {
     auto* out = card.add_spans();
-    out->set_segment(static_cast<uint32_t>(known - context.segments.begin()));
+    out->set_segment(index_of(span.segment));
+    if (span.refinement != nullptr) {
+      out->set_refinement_segment(index_of(span.refinement) + 1);
+      out->set_refinement_first_page(span.first_refinement_page);
+    }
     out->set_first_page(span.first_page);
     out->set_n_pages(span.n_pages);
     out->set_n_tokens(span.n_tokens);
@@ -704,6 +774,9 @@ const Sequence::Stats& Sequence::stats() const {
   stats.verify_ms = impl_->kv->verify_ms();
   stats.encode_ms = impl_->kv->encode_ms();
   stats.encode_wait_ms = impl_->kv->encode_wait_ms();
+  const PagedKv::PlaneBits bits = impl_->kv->plane_bits();
+  stats.base_bits = bits.base;
+  stats.stored_bits = bits.base + bits.refinement;
   return stats;
 }
 

@@ -15,6 +15,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -32,13 +33,18 @@ namespace qkv {
 // heads. For calibration. Called on the caller's thread within Forward, layer by layer, Q last.
 enum class RowKind : uint8_t { kQ, kK, kV };
 using RowObserver = std::function<void(RowKind kind, int layer, int n_tokens, std::span<const float> rows)>;
+inline constexpr double kDefaultRefine = 0.01;
 
 struct SequenceOptions {
   int n_ctx = 4096;  // tokens; beyond it Forward refuses
   int n_threads = 2;
   int n_batch = 512;  // tokens per graph in prefill
   CodecPair kv;       // of the pages that this sequence writes
+  // Of pages with a refinement plane, the tokens whose weight may reach this share of the largest are read at full width.
+  // 0 reads the base plane alone; in 0..1.
+  double refine = kDefaultRefine;
   // K and V of one Forward call stay fp16 until it ends, up to this many bytes; beyond it older pages are encoded early.
+  // 0: every page is used encoded from the batch on that follows the one that filled it, as if nothing were ever exact.
   uint64_t tail_budget_bytes = uint64_t{1} << 30;
   // Called on the caller's thread after every batch of a Forward that takes more than one.
   std::function<void(size_t done, size_t total)> on_progress;
@@ -123,6 +129,12 @@ class Sequence {
   // Drops the newest tokens, so that n_tokens are left; pages are cut by reference, never rewritten.
   Status Truncate(int n_tokens);
 
+  // For evaluation, of what was attached or published in f16 and not gone on from (else kInvalidArgument, nothing changed):
+  // the `share` of the tokens with the highest `importance` (one number per token) and the first token go to pages of
+  // codecs `high`, the others to pages of `low` or, without it, nowhere. Positions stay. The context can be gone on from,
+  // but neither published nor cut.
+  Status Regroup(std::span<const float> importance, double share, CodecPair high, std::optional<CodecPair> low);
+
   const std::vector<Token>& tokens() const;
   int n_ctx() const;
   CodecPair kv() const;  // of the pages that it writes
@@ -139,6 +151,19 @@ class Sequence {
     double verify_ms = 0;       // checksums of attached pages
     double encode_ms = 0;       // CPU time of the encoder thread
     double encode_wait_ms = 0;  // of which Forward had to wait for
+    // Keys seen in pages with a refinement plane, per layer, KV head and tile of queries, and how many of them were
+    // refined; since Create or the last Attach.
+    uint64_t keys_with_refinement = 0;
+    uint64_t keys_refined = 0;
+    // Stored bits of the pages per value, without and with all of the refinement planes; the tail is not counted.
+    double base_bits = 0;
+    double stored_bits = 0;
+    // Of the keys that could be, and what was read per value on average.
+    double refined_share() const {
+      return keys_with_refinement == 0 ? 0
+                                       : static_cast<double>(keys_refined) / static_cast<double>(keys_with_refinement);
+    }
+    double read_bits() const { return base_bits + refined_share() * (stored_bits - base_bits); }
   };
   const Stats& stats() const;
 

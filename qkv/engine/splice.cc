@@ -89,9 +89,12 @@ SplicePlan PlanSplice(std::span<const SegmentSpan> source, int first_token, int 
     const bool was_hidden = span.hide_first && piece->page == span.first_page;
     const bool surplus_sink = options.hide_first && !exact && encoded_at == 0 && offset != 0;
     const bool hide = was_hidden || surplus_sink;
-    const bool goes_on = piece != kept && !hide && std::prev(piece)->span == &span &&
-                         plan.spans.back().position_offset == offset;
-    if (!goes_on) plan.spans.push_back({span.segment, piece->page, 0, 0, offset, hide});
+    const bool goes_on =
+        piece != kept && !hide && std::prev(piece)->span == &span && plan.spans.back().position_offset == offset;
+    if (!goes_on) {
+      plan.spans.push_back({span.segment, piece->page, 0, 0, offset, hide, span.refinement,
+                            span.first_refinement_page + (piece->page - span.first_page)});
+    }
     plan.spans.back().n_pages += 1;
     plan.spans.back().n_tokens += piece->tokens;
   }

@@ -1,0 +1,347 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Sequences with pages of the rotated codecs: their constants, their refinement planes, and what is made of them for
+// evaluation (Recode, Regroup). Handing over between processes is tests/handoff_exact_test.cc.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <numeric>
+
+#include "qkv/engine/peer.h"
+#include "qkv/engine/quality.h"
+#include "qkv/engine/sequence.h"
+#include "qkv/engine/test_support.h"
+
+namespace qkv {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::SourceTokens;
+using testing::TestModel;
+using testing::TestModelPath;
+
+CodecPair Pair(const std::string& text) {
+  const auto pair = ParseCodecPair(text);
+  EXPECT_TRUE(pair) << pair.error().message;
+  return *pair;
+}
+
+std::unique_ptr<Sequence> NewSequence(const std::string& kv, SequenceOptions options = {},
+                                      std::shared_ptr<const Model> model = TestModel()) {
+  options.n_ctx = 2048;
+  options.kv = Pair(kv);
+  auto sequence = Sequence::Create(std::move(model), options);
+  EXPECT_TRUE(sequence) << sequence.error().message;
+  return *std::move(sequence);
+}
+
+void Read(Sequence& sequence, std::span<const Token> tokens) {
+  const Status status = sequence.Forward(tokens);
+  ASSERT_TRUE(status) << status.error().message;
+}
+
+std::vector<float> Logits(const Sequence& sequence) {
+  return {sequence.logits().begin(), sequence.logits().end()};
+}
+
+Context PublishedBy(Sequence& sequence) {
+  auto context = sequence.Publish({});
+  EXPECT_TRUE(context) << context.error().message;
+  return context ? *std::move(context) : Context();
+}
+
+Context PublishedF16(std::span<const Token> tokens) {
+  auto sequence = NewSequence("f16");
+  Read(*sequence, tokens);
+  return PublishedBy(*sequence);
+}
+
+// What its pages hold, wherever they are.
+std::vector<uint64_t> Checksums(const Context& context) {
+  std::vector<uint64_t> sums;
+  for (const auto& span : context.card.spans()) {
+    for (uint32_t i = 0; i < span.n_pages(); ++i) {
+      sums.push_back(context.segments[span.segment()]->pages()[span.first_page() + i].checksum);
+      if (span.refinement_segment() == 0) continue;
+      const auto& refinement = context.segments[span.refinement_segment() - 1];
+      sums.push_back(refinement->pages()[span.refinement_first_page() + i].checksum);
+    }
+  }
+  return sums;
+}
+
+// Mean KL of logits [rows][n_vocab].
+double MeanKl(std::span<const float> exact, std::span<const float> other, int n_vocab) {
+  const ReferenceLogits reference({exact.begin(), exact.end()}, n_vocab);
+  return reference.ScoreAll(other, std::vector<Token>(reference.rows())).kl_mean();
+}
+
+// Of the weights as fp32: with quantized ones ggml rounds activations to 8 bits, and that noise is larger than what is to
+// be seen here.
+std::shared_ptr<const Model> Fp32Model() {
+  static const auto model = []() -> std::shared_ptr<const Model> {
+    const std::string path = ::testing::TempDir() + "qkv-progressive-f32.gguf";
+    EXPECT_TRUE(WriteRequantizedModel(TestModelPath(), "f32", path));
+    auto loaded = Model::Load(path);
+    std::remove(path.c_str());  // it has it mapped
+    EXPECT_TRUE(loaded) << loaded.error().message;
+    return loaded ? *loaded : nullptr;
+  }();
+  return model;
+}
+
+TEST(Progressive, AConsumerGoesOnBitForBitAsTheProducerDoes) {
+  for (const std::string kv : {"8", "k=6,v=5", "4", "k=4,v=3", "4+4", "k=3,v=3,+4", "k=4,v=i8"}) {
+    for (const size_t n : {1, 33, 100}) {
+      SCOPED_TRACE(kv + ", " + std::to_string(n) + " tokens");
+      auto producer = NewSequence(kv);
+      Read(*producer, SourceTokens(50, n));
+      const Context context = PublishedBy(*producer);
+      auto consumer = NewSequence(kv);
+      ASSERT_TRUE(consumer->Attach(context));
+      Read(*producer, {});
+      Read(*consumer, {});
+      EXPECT_EQ(Logits(*consumer), Logits(*producer));
+      // Far enough that pages of both are written with the constants of the first.
+      Read(*producer, SourceTokens(300, 80));
+      Read(*consumer, SourceTokens(300, 80));
+      Read(*producer, SourceTokens(900, 9));
+      Read(*consumer, SourceTokens(900, 9));
+      EXPECT_EQ(Logits(*consumer), Logits(*producer));
+      EXPECT_EQ(Checksums(PublishedBy(*consumer)), Checksums(PublishedBy(*producer)));
+    }
+  }
+}
+
+TEST(Progressive, WhoGoesOnFromPlainPagesHandsItsOwnConstantsOn) {
+  auto plain = NewSequence("i8");
+  Read(*plain, SourceTokens(0, 70));
+  const Context parent = PublishedBy(*plain);
+  auto middle = NewSequence("4");
+  ASSERT_TRUE(middle->Attach(parent));
+  Read(*middle, SourceTokens(300, 50));
+  const Context context = PublishedBy(*middle);
+  EXPECT_EQ(context.card.format().rotation(), "hadamard");
+  EXPECT_EQ(parent.card.format().rotation(), "none");
+  auto last = NewSequence("4");
+  ASSERT_TRUE(last->Attach(context));
+  for (Sequence* sequence : {middle.get(), last.get()}) {
+    Read(*sequence, SourceTokens(500, 64));
+    Read(*sequence, SourceTokens(700, 9));
+  }
+  EXPECT_EQ(Logits(*last), Logits(*middle));
+  EXPECT_EQ(Checksums(PublishedBy(*last)), Checksums(PublishedBy(*middle)));
+}
+
+TEST(Progressive, WhatWasTruncatedAwayLeavesNoConstantsBehind) {
+  auto fresh = NewSequence("4+4");
+  Read(*fresh, SourceTokens(400, 90));
+  const auto wanted = Checksums(PublishedBy(*fresh));
+  auto used = NewSequence("4+4");
+  Read(*used, SourceTokens(0, 200));
+  PublishedBy(*used);
+  Read(*used, SourceTokens(600, 100));  // in a segment that is open
+  ASSERT_TRUE(used->Truncate(0));
+  Read(*used, SourceTokens(400, 90));
+  EXPECT_EQ(Checksums(PublishedBy(*used)), wanted);
+  // And what stays keeps them.
+  Read(*used, SourceTokens(0, 64));
+  ASSERT_TRUE(used->Truncate(90));
+  Read(*used, SourceTokens(800, 40));
+  Read(*fresh, SourceTokens(800, 40));
+  EXPECT_EQ(Checksums(PublishedBy(*used)), Checksums(PublishedBy(*fresh)));
+}
+
+TEST(Progressive, WithoutRefinementPagesAreThoseOfTheBaseAlone) {
+  auto base = NewSequence("4");
+  auto unrefined = NewSequence("4+4", {.refine = 0});
+  auto refined = NewSequence("4+4");
+  for (Sequence* sequence : {base.get(), unrefined.get(), refined.get()}) {
+    Read(*sequence, SourceTokens(20, 200));
+    PublishedBy(*sequence);
+    Read(*sequence, SourceTokens(700, 30));
+  }
+  EXPECT_EQ(Logits(*unrefined), Logits(*base));
+  EXPECT_NE(Logits(*refined), Logits(*base));
+  EXPECT_EQ(unrefined->stats().keys_refined, 0u);
+  EXPECT_EQ(unrefined->stats().read_bits(), 4.25);
+  EXPECT_EQ(base->stats().stored_bits, 4.25);
+}
+
+TEST(Progressive, CountsWhatWasRefinedAndWhatWasReadForIt) {
+  double share_before = 0;
+  for (const double tau : {0.3, 0.01, 1e-30}) {
+    auto sequence = NewSequence("4+4", {.refine = tau});
+    Read(*sequence, SourceTokens(20, 200));
+    PublishedBy(*sequence);
+    Read(*sequence, {});
+    const Token token = SourceTokens(220, 1).front();
+    for (int i = 0; i < 4; ++i) Read(*sequence, {&token, 1});
+    const Sequence::Stats& stats = sequence->stats();
+    // 5 steps over 199 keys in refinable pages, each by 30 layers and 3 KV heads; the last one is read again.
+    EXPECT_EQ(stats.keys_with_refinement, 90u * 5 * 199) << tau;
+    EXPECT_GT(stats.refined_share(), share_before);
+    share_before = stats.refined_share();
+    EXPECT_EQ(stats.stored_bits, 8.5);
+    EXPECT_DOUBLE_EQ(stats.read_bits(), 4.25 + 4.25 * stats.refined_share());
+  }
+  EXPECT_GT(share_before, 0.95);  // a weight of 1e-30 of the largest is reached by nearly all
+}
+
+TEST(Progressive, ErrorsFallWithBitsAndWithRefinement) {
+  const auto model = Fp32Model();
+  const std::vector<Token> prefix = SourceTokens(100, 300), text = SourceTokens(400, 40);
+  const auto logits = [&](const std::string& kv, double refine = kDefaultRefine) {
+    auto sequence = NewSequence(kv, {.refine = refine}, model);
+    Read(*sequence, prefix);
+    PublishedBy(*sequence);
+    sequence->KeepAllLogits(true);
+    Read(*sequence, text);
+    return std::vector<float>(sequence->all_logits().begin(), sequence->all_logits().end());
+  };
+  const std::vector<float> exact = logits("f16");
+  const auto kl = [&](const std::string& kv, double refine = kDefaultRefine) {
+    const double value = MeanKl(exact, logits(kv, refine), model->params().n_vocab);
+    ::testing::Test::RecordProperty("kl_" + kv, std::to_string(value));
+    std::printf("kv %s, refine %g: KL %.2e\n", kv.c_str(), refine, value);
+    return value;
+  };
+  const double kl_8 = kl("8"), kl_i8 = kl("i8"), kl_5 = kl("k=5,v=4"), kl_4 = kl("4"), kl_i4 = kl("i4");
+  EXPECT_LT(kl_8, 1e-4);
+  EXPECT_LT(kl_8, kl_i8);
+  EXPECT_LT(kl_5, kl_4);
+  EXPECT_LT(kl_4, kl_i4 / 2);
+  const double kl_refined = kl("4+4");
+  EXPECT_LT(kl_refined, kl_4 / 5);
+  EXPECT_LT(kl("4+4", 1e-4), kl_refined);
+}
+
+TEST(Progressive, ABudgetOfNothingReadsPagesFromTheSecondBatchOn) {
+  SequenceOptions options{.n_batch = 32, .tail_budget_bytes = 0};
+  auto sequence = NewSequence("4", options);
+  Read(*sequence, SourceTokens(0, 128));
+  EXPECT_EQ(sequence->stats().own_kv_bytes, 3 * PageLayout(TestModel()->geometry(), Pair("4")).bytes);
+  EXPECT_EQ(sequence->stats().tail_bytes, PageLayout(TestModel()->geometry(), Pair("f16")).bytes);
+  auto exact = NewSequence("4", {.n_batch = 32});
+  Read(*exact, SourceTokens(0, 128));
+  EXPECT_EQ(exact->stats().own_kv_bytes, 0u);
+  EXPECT_NE(Logits(*exact), Logits(*sequence));
+}
+
+TEST(Progressive, AContextReadExactlyGivesThePagesThatReadingItHereWould) {
+  const std::vector<Token> tokens = SourceTokens(30, 150);
+  const Context exact = PublishedF16(tokens);
+  for (const std::string kv : {"4+4", "8"}) {
+    auto direct = NewSequence(kv);
+    Read(*direct, tokens);
+    auto copied = NewSequence(kv);
+    ASSERT_TRUE(copied->CopyExact(exact));
+    EXPECT_EQ(Checksums(PublishedBy(*copied)), Checksums(PublishedBy(*direct))) << kv;
+  }
+}
+
+TEST(Progressive, RegroupingKeepsWhatItKeepsAndDropsTheRest) {
+  const auto model = Fp32Model();
+  const std::vector<Token> prefix = SourceTokens(100, 200), text = SourceTokens(300, 20);
+  auto exact = NewSequence("f16", {}, model);
+  Read(*exact, prefix);
+  const Context context = PublishedBy(*exact);
+  std::vector<float> importance(prefix.size());
+  for (size_t i = 0; i < importance.size(); ++i) importance[i] = static_cast<float>(i * 7 % 13);
+  const auto grouped = [&](double share, const std::string& high, std::optional<std::string> low) {
+    auto sequence = NewSequence("f16", {}, model);
+    EXPECT_TRUE(sequence->Attach(context));
+    const Status status =
+        sequence->Regroup(importance, share, Pair(high), low ? std::optional(Pair(*low)) : std::nullopt);
+    EXPECT_TRUE(status) << status.error().message;
+    sequence->KeepAllLogits(true);
+    Read(*sequence, text);
+    return sequence;
+  };
+  exact->KeepAllLogits(true);
+  Read(*exact, text);
+  const int n_vocab = model->params().n_vocab;
+  const auto kl = [&](const Sequence& other) { return MeanKl(exact->all_logits(), other.all_logits(), n_vocab); };
+
+  // The order of keys that everybody sees is nothing to attention but another order of additions.
+  auto same = grouped(0.3, "f16", "f16");
+  EXPECT_LT(kl(*same), 1e-7);
+  const double all_4 = kl(*grouped(0, "4", "4")), all_8 = kl(*grouped(1, "8", "4")),
+               mixed = kl(*grouped(0.5, "8", "4"));
+  EXPECT_LT(all_8, mixed);
+  EXPECT_LT(mixed, all_4);
+
+  auto dropped = grouped(0.5, "8", std::nullopt);
+  EXPECT_GT(kl(*dropped), all_4);
+  EXPECT_EQ(dropped->tokens().size(), prefix.size() + text.size());
+  const uint64_t pages = (1 + 100 + 31) / 32;  // the first token and half of 200
+  EXPECT_EQ(dropped->stats().own_kv_bytes, pages * PageLayout(model->geometry(), {CodecId::k8, CodecId::k8}).bytes);
+  EXPECT_THAT(dropped->Publish({}).error().message, HasSubstr("grouped"));
+  EXPECT_THAT(dropped->Truncate(199).error().message, HasSubstr("cannot be cut"));
+  ASSERT_TRUE(dropped->Truncate(200));
+  Read(*dropped, text);
+
+  auto wrong = NewSequence("f16", {}, model);
+  ASSERT_TRUE(wrong->Attach(context));
+  EXPECT_FALSE(wrong->Regroup(std::span(importance).first(10), 0.5, Pair("8"), {}));
+  EXPECT_FALSE(wrong->Regroup(importance, 1.5, Pair("8"), {}));
+  EXPECT_FALSE(wrong->Regroup(importance, 0.5, Pair("4+4"), {}));
+  importance[3] = NAN;
+  EXPECT_FALSE(wrong->Regroup(importance, 0.5, Pair("8"), {}));
+}
+
+TEST(Progressive, ACardThatNamesOtherPagesAsRefinementIsRefused) {
+  auto producer = NewSequence("4+4");
+  Read(*producer, SourceTokens(0, 70));
+  const Context good = PublishedBy(*producer);
+  ASSERT_EQ(good.segments.size(), 2u);
+  auto other_producer = NewSequence("4+4");
+  Read(*other_producer, SourceTokens(0, 40));
+  const Context other = PublishedBy(*other_producer);
+
+  const auto refused = [&](const Context& context) {
+    auto consumer = NewSequence("4+4");
+    const Status status = consumer->Attach(context);
+    EXPECT_FALSE(status);
+    return status ? "" : status.error().message;
+  };
+  Context bad = good;
+  bad.card.mutable_spans(0)->set_refinement_segment(1);  // its own base pages
+  EXPECT_THAT(refused(bad), HasSubstr("does not match its refinement pages"));
+  bad = good;
+  bad.card.mutable_spans(0)->set_segment(1);  // refinement pages for a base
+  bad.card.mutable_spans(0)->set_refinement_segment(0);
+  EXPECT_THAT(refused(bad), HasSubstr("has refinement pages for its own"));
+  bad = good;
+  bad.segments[1] = other.segments[1];  // fewer pages, of other tokens
+  bad.card.mutable_segments(1)->set_digest(bad.segments[1]->digest());
+  EXPECT_THAT(refused(bad), HasSubstr("does not match its refinement pages"));
+  bad = good;
+  bad.card.mutable_spans(0)->set_refinement_first_page(1);
+  EXPECT_THAT(refused(bad), HasSubstr("does not match its refinement pages"));
+  bad = good;
+  bad.card.mutable_spans(0)->set_refinement_segment(9);
+  EXPECT_THAT(refused(bad), HasSubstr("in no segment"));
+
+  // Without them it is a context of 4-bit pages.
+  Context base_alone = good;
+  base_alone.card.mutable_spans(0)->set_refinement_segment(0);
+  auto consumer = NewSequence("4");
+  ASSERT_TRUE(consumer->Attach(base_alone));
+  Read(*consumer, SourceTokens(500, 5));
+  EXPECT_EQ(consumer->stats().stored_bits, 4.25);
+}
+
+TEST(Progressive, AnUnsuitableShareIsRefused) {
+  for (const double refine : {-0.1, 1.1, std::nan("")}) {
+    EXPECT_FALSE(Sequence::Create(TestModel(), {.refine = refine}));
+  }
+}
+
+}  // namespace
+}  // namespace qkv
