@@ -274,6 +274,10 @@ TEST_F(Cli, WhatItDoesNotUnderstandIsNamedWithTheWayToHelp) {
   ExpectUsageError({"generate", "-p", "hi", "-n", "many"}, "many");
   ExpectUsageError({"generate", "-p", "hi", "-c", "0"}, "0");
   ExpectUsageError({"attach", "story", "--on-miss", "weep"}, "weep");
+  ExpectUsageError({"generate", "-p", "hi", "--kv", "8", "--kv-bits", "4.3"}, "--kv-bits excludes --kv");
+  ExpectUsageError({"generate", "-p", "hi", "--kv-bits", "0.5"}, "0.5");
+  ExpectUsageError({"attach", "story", "--refine", "1.5"}, "1.5");
+  ExpectUsageError({"run", "flow.yaml", "--refine", "-1"}, "-1");
   ExpectUsageError({"attach"}, "context");
   ExpectUsageError({"publish", "-p", "hi"}, "--name");
   ExpectUsageError({"run"}, "flow");
@@ -282,6 +286,7 @@ TEST_F(Cli, WhatItDoesNotUnderstandIsNamedWithTheWayToHelp) {
 TEST_F(Cli, ABadValueIsNamed) {
   ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "i9"}, {"'i9'", "i8-channel"});
   ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "k=i8,v=i9"}, {"i9", "i8-channel"});
+  ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv-bits", "2"}, {"2 bits", "3.75", "k=4,v=3"});
   ExpectRefused({"generate", "-m", TestModelPath()}, {"no prompt"});
   ExpectRefused({"generate", "-m", TestModelPath(), "-f", "nowhere.txt"}, {"'nowhere.txt'", "No such file"});
   ExpectRefused({"broker", "--socket", "broker.sock", "--kv-budget", "much"}, {"--kv-budget", "'much'"});
@@ -318,6 +323,30 @@ TEST_F(Cli, GenerateTellsScriptsWhatItPromises) {
   EXPECT_EQ(json["tokens_reused"], 0);
   EXPECT_GT(json["tokens_recomputed"], 0);
   EXPECT_THAT(Files(), IsEmpty());
+}
+
+TEST_F(CliWithBroker, StatsSayWhatWasReadOfPagesWithARefinementPlane) {
+  const std::string text =
+      std::string(40, 'a') + " mill stood by the river for two hundred years, and nobody knew why.";
+  ASSERT_EQ(Run(WithModel({"publish", "--name", "story", "--raw", "-p", text, "--kv", "4+4"})).status, 0);
+  const Args attach =
+      WithModel({"attach", "story", "--raw", "-p", " It", "-n", "4", "--ignore-eos", "--kv-bits", "4.3"});
+  const auto with = [&](std::initializer_list<const char*> more) {
+    Args args = attach;
+    args.insert(args.end(), more.begin(), more.end());
+    return args;
+  };
+  const Json refined = RunForJson(with({"--json"}));
+  EXPECT_EQ(refined["kv_bits_stored"], 8.5);
+  EXPECT_GT(refined["keys_refined"], 0);
+  EXPECT_GT(refined["keys_with_refinement"], refined["keys_refined"]);
+  EXPECT_DOUBLE_EQ(refined["kv_bits_read"], 4.25 * (1 + refined["refined_share"].get<double>()));
+  const Json base = RunForJson(with({"--json", "--refine", "0"}));
+  EXPECT_EQ(base["kv_bits_read"], 4.25);
+  EXPECT_EQ(base["keys_refined"], 0);
+  const Ran told = Run(with({"--stats"}));
+  EXPECT_EQ(told.status, 0);
+  EXPECT_THAT(told.errors, AllOf(HasSubstr("pages of 8.50 bits per value"), HasSubstr("% of the keys refined")));
 }
 
 TEST_F(Cli, OutputToAClosedPipeEndsQuietly) {
@@ -362,14 +391,16 @@ TEST_F(CliWithBroker, AttachTellsScriptsWhatItPromises) {
 
 TEST_F(CliWithBroker, AttachPutsContextsBehindASystemMessage) {
   for (const char* name : {"wood", "stone"}) {
-    const std::string text = fmt::format("The mill of {} stood by the river for two hundred years, and nobody in the town "
-                                         "knows who built it, or why it was given up so soon.", name);
+    const std::string text = fmt::format(
+        "The mill of {} stood by the river for two hundred years, and nobody in the town "
+        "knows who built it, or why it was given up so soon.",
+        name);
     const Ran ran = Run(WithModel({"publish", "--name", name, "--raw", "-p", text}));
     ASSERT_EQ(ran.status, 0) << ran.errors;
   }
   const auto with = [&](Args more) {
-    Args args = {"attach", "wood", "--reads", "stone", "--system", "You are brief.", "-p", "Which mills are there?", "-n",
-                 "6", "--json"};
+    Args args = {"attach", "wood", "--reads", "stone", "--system", "You are brief.", "-p", "Which mills are there?",
+                 "-n",     "6",    "--json"};
     args.insert(args.end(), more.begin(), more.end());
     return WithModel(args);
   };

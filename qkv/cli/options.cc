@@ -17,6 +17,7 @@
 
 #include "qkv/broker/server.h"
 #include "qkv/cli/progress.h"
+#include "qkv/engine/preset.h"
 
 namespace qkv::cli {
 namespace {
@@ -59,9 +60,31 @@ void ModelOptions::AddTo(CLI::App& app) {
   app.add_option("-b,--batch-size", n_batch, "tokens per step of a prefill")
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 16));
-  app.add_option("--kv", kv, "codec of the KV pages: one name, or k=NAME,v=NAME")
+  auto* kv_option = app.add_option("--kv", kv,
+                                   "codec of the KV pages: a preset (exact, safe, balanced, small, tiny), one name or "
+                                   "width, or k=NAME,v=NAME; +4 behind it adds a refinement plane")
+                        ->capture_default_str()
+                        ->type_name("CODEC");
+  app.add_option("--kv-bits", kv_bits, "instead of --kv: the best codecs that take at most this many bits per value")
+      ->type_name("BITS")
+      ->check(CLI::Range(1.0, 16.0))
+      ->excludes(kv_option);
+  AddRefineOption(app, refine);
+}
+
+void AddRefineOption(CLI::App& app, double& refine) {
+  app.add_option(
+         "--refine", refine,
+         "of pages with a refinement plane, read those tokens at full width whose weight may reach this share of "
+         "the largest (0: none)")
+      ->type_name("SHARE")
       ->capture_default_str()
-      ->type_name("CODEC");
+      ->check(CLI::Range(0.0, 1.0));
+}
+
+Result<CodecPair> ChooseCodecs(const ModelOptions& options, const Model* model) {
+  if (options.kv_bits <= 0) return ParseCodecPair(options.kv);
+  return model == nullptr ? CodecPair{} : BestWithinBits(options.kv_bits, model->geometry().head_dim);
 }
 
 void TurnOptions::AddTo(CLI::App& app) {
@@ -89,6 +112,7 @@ void TurnOptions::AddTo(CLI::App& app) {
       ->check(CLI::Range(0.0, 1.0));
   app.add_option("-s,--seed", sampling.seed, "seed of the sampler")->capture_default_str();
   app.add_flag("--json", json, "print one JSON object instead of streaming text");
+  app.add_flag("--stats", stats, "behind the answer, on stderr: times, memory, and what was read of the pages");
   app.add_flag("--logits-digest", logits_digest, "with --json: a digest over the bits of all logits, to compare runs");
   app.add_option("--trace", trace_file,
                  "write when each stage was (encode, seal, publish, map, verify, …), in Chrome's trace format")
@@ -168,7 +192,8 @@ Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::
   sequence.n_threads = ThreadsOf(options);
   sequence.n_batch = options.n_batch;
   sequence.trace = trace;
-  QKV_ASSIGN_OR_RETURN(sequence.kv, ParseCodecPair(options.kv));
+  sequence.refine = options.refine;
+  QKV_ASSIGN_OR_RETURN(sequence.kv, ChooseCodecs(options, model.get()));
   sequence.on_progress = [bar = std::make_shared<Progress>("reading")](size_t done, size_t total) {
     bar->Update(done, total);
   };

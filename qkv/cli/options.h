@@ -20,6 +20,8 @@ struct ModelOptions {
   int n_threads = 0;  // 0: all cores
   int n_batch = 512;
   std::string kv = "i8";
+  double kv_bits = 0;  // > 0: the best pair within it, instead of `kv`
+  double refine = kDefaultRefine;
 
   void AddTo(CLI::App& app);
 };
@@ -34,6 +36,7 @@ struct TurnOptions {
   bool logits_digest = false;
   Sampling sampling;
   bool json = false;
+  bool stats = false;
   std::string trace_file;
 
   void AddTo(CLI::App& app);
@@ -58,6 +61,12 @@ Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket);
 
 int ThreadsOf(const ModelOptions& options);  // all cores where nothing was said
 Result<std::string> FindModel(const std::string& given);
+// Adds --refine, of a reader of pages with refinement planes.
+void AddRefineOption(CLI::App& app, double& refine);
+
+// The codecs to write: those named, or the best within --kv-bits of this model. Without a model only the flags are checked.
+Result<CodecPair> ChooseCodecs(const ModelOptions& options, const Model* model);
+
 // Loads the model and makes a sequence; shows prefill progress on a terminal.
 Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options);
 Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::shared_ptr<const Model> model,

@@ -66,12 +66,6 @@ Result<CodecPair> HandoffQuality::Choose(CodecPair kv) {
   return choice.kv;
 }
 
-Result<std::string> HandoffQuality::ChooseCodec(const std::string& kv) {
-  QKV_ASSIGN_OR_RETURN(const CodecPair wanted, ParseCodecPair(kv));
-  QKV_ASSIGN_OR_RETURN(const CodecPair chosen, Choose(wanted));
-  return ToString(chosen);
-}
-
 Status HandoffQuality::Admit(const Context& context) {
   calibration_.reset();
   if (flags_.gate != "off") {

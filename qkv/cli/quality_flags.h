@@ -32,7 +32,6 @@ class HandoffQuality {
   // What is to be written where `kv` was asked for: itself, or with "enforce" the next better preset that is within its
   // bound. Errors: ParseCodecPair's and the gate's.
   Result<CodecPair> Choose(CodecPair kv);
-  Result<std::string> ChooseCodec(const std::string& kv);  // the same as text
 
   // For Agent::AdmitBy. Error: kIncompatible/quality_gate, with the figures.
   Status Admit(const Context& context);

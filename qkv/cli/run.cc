@@ -26,6 +26,7 @@ struct Options {
   int n_ctx = 0;
   int n_threads = 0;
   std::string kv;
+  double refine = kDefaultRefine;
   std::string socket;
   std::string mode = "handoff";
   std::vector<std::string> inputs;
@@ -84,6 +85,7 @@ Result<int> Run(const Options& options) {
   if (!options.kv.empty()) {
     QKV_ASSIGN_OR_RETURN(run.kv, ParseCodecPair(options.kv));
   }
+  run.refine = options.refine;
   run.socket = options.socket;
   run.trace = !options.trace_file.empty();
   run.jobs = options.jobs;
@@ -170,6 +172,7 @@ void AddRun(CLI::App& app, int& status) {
   command->add_option("-t,--threads", options->n_threads, "threads of all agents together; overrides the flow's")
       ->check(CLI::Range(1, 256));
   command->add_option("--kv", options->kv, "without --compare: codec of the pages")->type_name("CODEC");
+  AddRefineOption(*command, options->refine);
   command->add_option("--socket", options->socket, "an existing broker's socket (default: one of its own)")
       ->type_name("PATH");
   command->footer("Example: qkvshare run examples/writer_editor.yaml --compare --json report.json");

@@ -10,6 +10,28 @@
 
 namespace qkv::cli {
 
+namespace {
+
+std::string StatsText(const TurnResult& result) {
+  constexpr double kMiB = 1 << 20;
+  const size_t n_out = result.output_tokens.size();
+  std::string text = fmt::format("qkvshare: read {} tokens in {:.0f} ms, took over {}; first token after {:.0f} ms",
+                                 result.tokens_recomputed, result.prefill_ms, result.tokens_reused, result.ttft_ms);
+  if (n_out > 1) {
+    text += fmt::format("; {:.1f} tokens/s behind it", 1e3 * static_cast<double>(n_out - 1) / result.decode_ms);
+  }
+  text += fmt::format("\nqkvshare: KV {:.1f} MiB, {:.1f} of it written here", result.kv_bytes / kMiB,
+                      result.own_kv_bytes / kMiB);
+  if (result.kv_bits_stored > 0) {
+    text += fmt::format("; pages of {:.2f} bits per value, {:.2f} read", result.kv_bits_stored, result.kv_bits_read);
+  }
+  if (result.keys_with_refinement > 0)
+    text += fmt::format(", {:.1f} % of the keys refined", 100 * result.refined_share());
+  return text + "\n";
+}
+
+}  // namespace
+
 std::string TurnToJson(const TurnResult& result, double load_ms, const std::optional<QualitySummary>& calibration) {
   nlohmann::ordered_json json;
   json["text"] = result.text;
@@ -49,6 +71,11 @@ std::string TurnToJson(const TurnResult& result, double load_ms, const std::opti
   json["context_tokens"] = result.context_tokens.size();
   json["kv_bytes"] = result.kv_bytes;
   json["own_kv_bytes"] = result.own_kv_bytes;
+  json["kv_bits_stored"] = result.kv_bits_stored;
+  json["kv_bits_read"] = result.kv_bits_read;
+  json["refined_share"] = result.refined_share();
+  json["keys_refined"] = result.keys_refined;
+  json["keys_with_refinement"] = result.keys_with_refinement;
   if (!result.context_id.empty()) {
     json["context_id"] = result.context_id;
     json["publish_ms"] = result.publish_ms;
@@ -60,7 +87,7 @@ std::string TurnToJson(const TurnResult& result, double load_ms, const std::opti
 int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const QualityFlags& quality,
             const TurnRequest& request, BrokerClient* broker, const std::function<void(Agent&)>& after) {
   ModelOptions model_options = given_options;
-  if (auto kv = ParseCodecPair(model_options.kv); !kv) return Fail(kv.error());  // before anything that takes time
+  if (auto kv = ChooseCodecs(model_options, nullptr); !kv) return Fail(kv.error());  // before anything that takes time
   if (!turn.trace_file.empty()) {
     if (auto usable = CheckOutputFile(turn.trace_file, "--trace"); !usable) return Fail(usable.error());
   }
@@ -71,11 +98,11 @@ int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const Qu
   (*model)->identity();  // digests now: a handoff then takes no longer than it must
   const std::chrono::duration<double, std::milli> load_ms = std::chrono::steady_clock::now() - start;
   HandoffQuality checks(quality, *model, ThreadsOf(model_options));
-  if (auto kv = checks.ChooseCodec(model_options.kv)) {
-    model_options.kv = *kv;
-  } else {
-    return Fail(kv.error());
-  }
+  auto kv = ChooseCodecs(model_options, model->get());
+  if (kv) kv = checks.Choose(*kv);
+  if (!kv) return Fail(kv.error());
+  model_options.kv = ToString(*kv);
+  model_options.kv_bits = 0;  // is that
   auto sequence = NewSequence(model_options, *model, turn.trace_file.empty() ? nullptr : &trace);
   if (!sequence) return Fail(sequence.error());
   Agent agent(*model, *std::move(sequence), broker);
@@ -100,6 +127,10 @@ int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const Qu
     fmt::print("{}\n", TurnToJson(*result, load_ms.count(), checks.calibration()));
   } else if (!result->text.empty()) {
     fmt::print("\n");
+  }
+  if (turn.stats) {
+    std::fflush(stdout);
+    fmt::print(stderr, "{}", StatsText(*result));
   }
   if (result->mode != HandoffMode::kAttach && result->reason != Reason::kNone) {
     fmt::print(stderr, "qkvshare: read as text ({}): {}\n", ReasonName(result->reason), result->reason_detail);

@@ -202,15 +202,18 @@ Json ToJson(const AgentSetup& setup) {
   return {{"type", "setup"},
           {"model", setup.model},
           {"socket", setup.socket},
+          {"refine", setup.refine},
           {"warm_up", setup.warm_up},
           {"packed_weights", setup.packed_weights},
           {"packed_digest", setup.packed_digest}};
 }
 
 Json ToJson(const AgentPrepare& prepare) {
-  return {{"type", "prepare"},        {"agent", prepare.agent},     {"kv", ToString(prepare.kv)},
-          {"n_ctx", prepare.n_ctx},   {"threads", prepare.threads}, {"prefix", prepare.prefix},
-          {"system", prepare.system}, {"context", prepare.context}, {"trace", prepare.trace}};
+  return {{"type", "prepare"},          {"agent", prepare.agent},
+          {"kv", ToString(prepare.kv)}, {"max_bytes", prepare.max_bytes},
+          {"n_ctx", prepare.n_ctx},     {"threads", prepare.threads},
+          {"prefix", prepare.prefix},   {"system", prepare.system},
+          {"context", prepare.context}, {"trace", prepare.trace}};
 }
 
 Json ToJson(const AgentTurn& turn) {
@@ -225,6 +228,7 @@ Json ToJson(const AgentTurn& turn) {
   return {{"type", "turn"},
           {"agent", turn.agent},
           {"kv", ToString(turn.kv)},
+          {"max_bytes", turn.max_bytes},
           {"n_ctx", turn.n_ctx},
           {"threads", turn.threads},
           {"system", turn.system},
@@ -297,6 +301,7 @@ template <class Command>
 void ReadSequenceFields(Fields& fields, Command& command) {
   fields.Read("agent", command.agent);
   fields.Read("kv", command.kv);
+  fields.Read("max_bytes", command.max_bytes, 0, kMaxCount);
   fields.Read("n_ctx", command.n_ctx, 1, kMaxInt);
   fields.Read("threads", command.threads, 1, 1024);
   fields.Read("trace", command.trace);
@@ -405,6 +410,7 @@ Result<AgentCommand> ParseAgentCommand(std::string_view line) {
     AgentSetup setup;
     fields.Read("model", setup.model);
     fields.Read("socket", setup.socket);
+    fields.Read("refine", setup.refine, 0, 1);
     fields.Read("warm_up", setup.warm_up);
     fields.Read("packed_weights", setup.packed_weights);
     fields.Read("packed_digest", setup.packed_digest);

@@ -28,17 +28,19 @@ inline constexpr size_t kMaxAgentLineBytes = size_t{64} << 20;
 
 // To load a model and reach the broker.
 struct AgentSetup {
-  std::string model;           // path
-  std::string socket;          // the broker's; empty: nobody here inherits or publishes
-  bool warm_up = false;        // compute something with the model before saying ready: its pages are in place then
-  std::string packed_weights;  // path of PackedWeights::fd as the worker can open it; empty: it packs its own
-  std::string packed_digest;   // PackedWeights::weights_digest
+  std::string model;               // path
+  std::string socket;              // the broker's; empty: nobody here inherits or publishes
+  double refine = kDefaultRefine;  // SequenceOptions::refine, of every agent here
+  bool warm_up = false;            // compute something with the model before saying ready: its pages are in place then
+  std::string packed_weights;      // path of PackedWeights::fd as the worker can open it; empty: it packs its own
+  std::string packed_digest;       // PackedWeights::weights_digest
 };
 
 // What an agent's turn will need, ahead of it.
 struct AgentPrepare {
   std::string agent;
   CodecPair kv;
+  uint64_t max_bytes = 0;  // FlowAgent::max_bytes, instead of kv
   int n_ctx = 4096;
   int threads = 2;
   bool prefix = false;  // read `system` as the agent's own prefix
@@ -50,7 +52,8 @@ struct AgentPrepare {
 // What to do; TurnRequest's fields of the same names.
 struct AgentTurn {
   std::string agent;
-  CodecPair kv;  // of the pages that this agent writes
+  CodecPair kv;            // of the pages that this agent writes
+  uint64_t max_bytes = 0;  // as in AgentPrepare
   int n_ctx = 4096;
   int threads = 2;
   std::string system;

@@ -33,6 +33,7 @@ std::string EventError(std::string_view line) {
 TEST(AgentProtocol, SetupArrivesWhole) {
   const AgentSetup got = There(AgentSetup{.model = "/m/x.gguf",
                                           .socket = "/tmp/s",
+                                          .refine = 0.25,
                                           .warm_up = true,
                                           .packed_weights = "/proc/1/fd/2",
                                           .packed_digest = "00ff"},
@@ -41,12 +42,14 @@ TEST(AgentProtocol, SetupArrivesWhole) {
   EXPECT_EQ(got.packed_digest, "00ff");
   EXPECT_EQ(got.model, "/m/x.gguf");
   EXPECT_EQ(got.socket, "/tmp/s");
+  EXPECT_EQ(got.refine, 0.25);
   EXPECT_TRUE(got.warm_up);
 }
 
 TEST(AgentProtocol, PrepareArrivesWhole) {
   const AgentPrepare sent{.agent = "writer",
                           .kv = {CodecId::kI8, CodecId::kI4},
+                          .max_bytes = 123456789,
                           .n_ctx = 1234,
                           .threads = 7,
                           .prefix = true,
@@ -56,6 +59,7 @@ TEST(AgentProtocol, PrepareArrivesWhole) {
   const AgentPrepare got = There(sent, ParseAgentCommand);
   EXPECT_EQ(got.agent, sent.agent);
   EXPECT_EQ(got.kv, sent.kv);
+  EXPECT_EQ(got.max_bytes, sent.max_bytes);
   EXPECT_EQ(got.n_ctx, sent.n_ctx);
   EXPECT_EQ(got.threads, sent.threads);
   EXPECT_TRUE(got.prefix);
@@ -84,6 +88,7 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   sent.publish_as = "flow-1.writer";
   sent.agent = "writer";
   sent.kv = {CodecId::kI8, CodecId::kI4};
+  sent.max_bytes = 77;
   sent.n_ctx = 1234;
   sent.threads = 7;
   sent.budget = 99;
@@ -107,6 +112,7 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   EXPECT_EQ(got.history, sent.history);
   EXPECT_EQ(got.publish_as, sent.publish_as);
   EXPECT_EQ(got.agent, sent.agent);
+  EXPECT_EQ(got.max_bytes, 77u);
   EXPECT_EQ(got.kv, sent.kv);
   EXPECT_EQ(got.n_ctx, sent.n_ctx);
   EXPECT_EQ(got.threads, sent.threads);

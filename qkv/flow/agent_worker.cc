@@ -21,6 +21,7 @@
 #include "qkv/base/fd.h"
 #include "qkv/broker/client.h"
 #include "qkv/engine/agent.h"
+#include "qkv/engine/preset.h"
 #include "qkv/flow/agent_protocol.h"
 
 namespace qkv {
@@ -94,6 +95,7 @@ class Worker {
     const auto* setup = std::get_if<AgentSetup>(&first);
     if (setup == nullptr) return Err(Code::kCorrupt, "agent worker: a command out of turn");
     socket_ = setup->socket;
+    refine_ = setup->refine;
     const auto start = Clock::now();
     // If it cannot be opened, the weights are packed anew.
     PackedWeights packed{Fd(), setup->packed_digest};
@@ -160,11 +162,16 @@ class Worker {
   template <class Command>
   Status MakeAgent(const Command& command) {
     ConnectBroker();
-    const auto key = std::tuple(ToString(command.kv), command.n_ctx, command.threads, command.trace);
+    CodecPair kv = command.kv;
+    if (command.max_bytes > 0) {
+      QKV_ASSIGN_OR_RETURN(kv, BestWithinBytes(command.max_bytes, command.n_ctx, model_->geometry()));
+    }
+    const auto key = std::tuple(ToString(kv), command.n_ctx, command.threads, command.trace);
     if (agent_ != nullptr && key == agent_key_) return {};
     agent_.reset();
     trace_ = std::make_unique<Trace>("");  // the runner knows whose it is
-    SequenceOptions options = {.n_ctx = command.n_ctx, .n_threads = command.threads, .kv = command.kv};
+    SequenceOptions options = {.n_ctx = command.n_ctx, .n_threads = command.threads, .kv = kv};
+    options.refine = refine_;
     if (command.trace) options.trace = trace_.get();
     options.on_progress = [this](size_t done, size_t total) {
       if (in_turn_) channel_.Send(AgentProgress{static_cast<int64_t>(done), static_cast<int64_t>(total)});
@@ -221,6 +228,7 @@ class Worker {
 
   Channel& channel_;
   std::string socket_;
+  double refine_ = kDefaultRefine;
   std::shared_ptr<const Model> model_;
   // In this order: the agent ends before what it uses.
   std::unique_ptr<BrokerClient> broker_;

@@ -60,10 +60,10 @@ class AgentsReader {
   // --- one agent ------------------------------------------------------------------------------------------------------
 
   Result<RawAgent> Agent(const YAML::Node& node, const YAML::Mark& mark) {
-    static constexpr std::string_view kKeys[] = {"name",  "model",   "system",     "prompt",  "inherits",    "reads",
-                                                 "text",  "foreach", "max_tokens", "seed",    "temperature", "top_k",
-                                                 "top_p", "min_p",   "kv",         "on_miss", "deadline",    "retries",
-                                                 "splice", "document"};
+    static constexpr std::string_view kKeys[] = {
+        "name",    "model",      "system",   "prompt",      "inherits", "reads",    "text",
+        "foreach", "max_tokens", "seed",     "temperature", "top_k",    "top_p",    "min_p",
+        "kv",      "on_miss",    "deadline", "retries",     "splice",   "document", "max_bytes"};
     QKV_ASSIGN_OR_RETURN(const auto entries, reader_.Map(node, mark, "agent", kKeys));
     RawAgent raw;
     FlowAgent& agent = raw.agent;
@@ -122,11 +122,16 @@ class AgentsReader {
         QKV_RETURN_IF_ERROR(reader_.Read(entry, 0, 1, agent.sampling.min_p));
       } else if (entry.key == "kv") {
         QKV_ASSIGN_OR_RETURN(agent.kv, reader_.Codec(entry, entry.value));
+      } else if (entry.key == "max_bytes") {
+        QKV_RETURN_IF_ERROR(MaxBytes(entry, agent));
       } else if (entry.key == "deadline") {
         QKV_RETURN_IF_ERROR(reader_.Read(entry, 0.001, kMaxDeadlineSeconds, agent.deadline_s));
       } else if (entry.key == "retries") {
         QKV_RETURN_IF_ERROR(reader_.Read(entry, 0, kMaxRetries, agent.retries));
       }
+    }
+    if (agent.kv && agent.max_bytes > 0) {
+      return reader_.At(mark, "agent '{}': either 'kv' or 'max_bytes' says which codecs it writes", agent.name);
     }
     if (splice_mark &&
         std::ranges::none_of(raw.edges, [](const RawEdge& e) { return e.edge.kind == EdgeKind::kReads; })) {
@@ -134,11 +139,11 @@ class AgentsReader {
     }
     if (agent.document) {
       for (const Entry& entry : entries) {
-        static constexpr std::string_view kAllowed[] = {"name", "model", "system", "document", "foreach", "kv", "deadline",
-                                                        "retries"};
+        static constexpr std::string_view kAllowed[] = {"name", "model",     "system",   "document", "foreach",
+                                                        "kv",   "max_bytes", "deadline", "retries"};
         if (std::ranges::find(kAllowed, entry.key) != std::end(kAllowed)) continue;
-        return reader_.At(entry.key_mark, "agent '{}': '{}' has no meaning with 'document', which is only read", agent.name,
-                          entry.key);
+        return reader_.At(entry.key_mark, "agent '{}': '{}' has no meaning with 'document', which is only read",
+                          agent.name, entry.key);
       }
       agent.max_tokens = 0;
     }
@@ -259,6 +264,16 @@ class AgentsReader {
     return has_unit ? Status{} : reader_.Read(entry, 1, 1 << 30, edge.budget);
   }
 
+  Status MaxBytes(const Entry& entry, FlowAgent& agent) const {
+    const std::string text = entry.value.IsScalar() ? entry.value.Scalar() : std::string();
+    const auto bytes = ParseBytes(text, entry.key);
+    if (!bytes || *bytes == 0 || text[0] == '-') {
+      return reader_.At(entry.mark(), "max_bytes: expected a size such as 512MiB, found {}", Quoted(text));
+    }
+    agent.max_bytes = *bytes;
+    return {};
+  }
+
   // An input's name, or a list of texts.
   Result<std::vector<std::string>> Items(const Entry& entry) {
     if (!entry.value.IsSequence()) {
@@ -359,7 +374,8 @@ class AgentsReader {
                             Quoted(part.value), Suggest(part.value));
         }
         if (part.kind == TextPart::Kind::kOutput && IsDocument(part.value)) {
-          return reader_.At(mark, "agent '{}': {{{{{}.output}}}}: '{}' is a document and says nothing; 'reads' takes it",
+          return reader_.At(mark,
+                            "agent '{}': {{{{{}.output}}}}: '{}' is a document and says nothing; 'reads' takes it",
                             agent.name, part.value, part.value);
         }
         if ((part.kind == TextPart::Kind::kItem || part.kind == TextPart::Kind::kIndex) && !raw.items) {
@@ -384,6 +400,10 @@ class AgentsReader {
         if (!edge.kv) continue;
         for (int other : from) {
           FlowAgent& producer = flow_.agents[other];
+          if (producer.max_bytes > 0) {
+            return reader_.At(edge.kv_mark, "agent '{}' wants {} pages of '{}', whose 'max_bytes' decides about them",
+                              agent.name, ToString(*edge.kv), producer.name);
+          }
           if (!producer.kv) producer.kv = edge.kv;
           if (*producer.kv == *edge.kv) continue;
           return reader_.At(edge.kv_mark, "agent '{}' wants {} pages of '{}', which writes {}; pages are written once",

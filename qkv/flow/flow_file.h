@@ -44,15 +44,16 @@ struct FlowEdge {
 };
 
 struct FlowAgent {
-  std::string name;    // [A-Za-z0-9_-]{1,64}; of `foreach`: "<name>-<k>", k from 1
-  std::string model;   // path; empty: the flow's
-  std::string system;  // may hold references, like the prompt; only where nothing is inherited
-  std::string prompt;  // with its references
+  std::string name;       // [A-Za-z0-9_-]{1,64}; of `foreach`: "<name>-<k>", k from 1
+  std::string model;      // path; empty: the flow's
+  std::string system;     // may hold references, like the prompt; only where nothing is inherited
+  std::string prompt;     // with its references
   bool document = false;  // the prompt is a text for others to read: this agent says nothing (max_tokens is 0)
   std::vector<FlowEdge> edges;
   int max_tokens = 256;
   Sampling sampling;
   std::optional<CodecPair> kv;  // of the pages this agent writes; nothing: the run's
+  uint64_t max_bytes = 0;       // instead: the best codecs with which n_ctx tokens take no more; 0: no such limit
   double deadline_s = 0;        // for its turn; 0: the run's
   int retries = 0;              // further attempts after its process died or its deadline passed
 

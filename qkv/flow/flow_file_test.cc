@@ -240,6 +240,15 @@ TEST(FlowFileErrors, NumbersOutOfRange) {
 }
 
 TEST(FlowFileErrors, BadCodecSaysWhichThereAre) {
+  EXPECT_THAT(ErrorOf("agents:\n  - name: a\n    prompt: x\n    max_bytes: lots\n"),
+              HasSubstr("max_bytes: expected a size such as 512MiB, found 'lots'"));
+  EXPECT_THAT(ErrorOf("agents:\n  - name: a\n    prompt: x\n    max_bytes: 64MiB\n    kv: i8\n"),
+              HasSubstr("either 'kv' or 'max_bytes'"));
+  EXPECT_THAT(ErrorOf("agents:\n  - name: a\n    prompt: x\n    max_bytes: 64MiB\n"
+                      "  - name: b\n    inherits: {from: a, kv: i8}\n"),
+              HasSubstr("agent 'b' wants i8 pages of 'a', whose 'max_bytes' decides"));
+  EXPECT_EQ(ParseFlow("agents:\n  - name: a\n    prompt: x\n    max_bytes: 64MiB\n", "f.yaml")->agents[0].max_bytes,
+            uint64_t{64} << 20);
   EXPECT_EQ(ErrorOf("kv: i9\nagents: []\n"), "f.yaml:1:5: kv: " + ParseCodecPair("i9").error().message);
   EXPECT_EQ(ErrorOf("kv: [i8, i9]\nagents: []\n"), "f.yaml:1:10: kv: " + ParseCodecPair("i9").error().message);
   EXPECT_EQ(ErrorOf("kv: [i8, i4, i8]\nagents: []\n"), "f.yaml:1:14: kv: i8 is there twice");
@@ -538,14 +547,16 @@ TEST(Reads, SayHowTheirContextsMayBeSpliced) {
   const std::string a = "  - {name: a, prompt: x}\n";
   EXPECT_EQ(ErrorOf(Agents(a + "  - {name: b, prompt: y, reads: a, splice: hid}\n")),
             "f.yaml:3:44: splice: expected off, exact-only, hide, repair=N or auto, found 'hid', did you mean 'hide'?");
-  EXPECT_EQ(ErrorOf(Agents(a + "  - {name: b, prompt: y, reads: {from: a, splice: repair=33}}\n")),
-            "f.yaml:3:51: splice: repair=N: expected N to be a multiple of 32 from 32 to 1048576, found 'repair=33', did "
-            "you mean 'repair=32'?");
+  EXPECT_EQ(
+      ErrorOf(Agents(a + "  - {name: b, prompt: y, reads: {from: a, splice: repair=33}}\n")),
+      "f.yaml:3:51: splice: repair=N: expected N to be a multiple of 32 from 32 to 1048576, found 'repair=33', did "
+      "you mean 'repair=32'?");
   EXPECT_EQ(ErrorOf(Agents(a + "  - {name: b, prompt: y, inherits: a, splice: hide}\n")),
             "f.yaml:3:47: agent 'b': 'splice' has no meaning without 'reads'");
   EXPECT_THAT(ErrorOf(Agents(a + "  - {name: b, prompt: y, inherits: {from: a, splice: hide}}\n")),
               HasSubstr("splice"));
-  EXPECT_THAT(ErrorOf(Agents(a + "  - {name: b, prompt: y, reads: a, splce: hide}\n")), HasSubstr("did you mean 'splice'?"));
+  EXPECT_THAT(ErrorOf(Agents(a + "  - {name: b, prompt: y, reads: a, splce: hide}\n")),
+              HasSubstr("did you mean 'splice'?"));
 }
 
 TEST(Document, IsAnAgentThatOnlyReads) {

@@ -177,7 +177,7 @@ class Run {
   FlowWorker* StartWorker(int i) {
     std::vector<std::string> argv = options_.worker_argv;
     if (argv.empty()) argv = {"/proc/self/exe", "agent-worker"};
-    AgentSetup setup{.model = ModelOf(i), .socket = socket_, .warm_up = options_.ahead};
+    AgentSetup setup{.model = ModelOf(i), .socket = socket_, .refine = options_.refine, .warm_up = options_.ahead};
     if (MostWorkers() > 1) ShareWeights(setup);
     auto worker = FlowWorker::Start(argv, setup, i, Clock::now() + options_.load_deadline);
     if (!worker) {
@@ -297,6 +297,7 @@ class Run {
   }
   int PlannedThreads(int i) const { return std::max(1, result_.threads / std::max(forecast_.together[i], 1)); }
 
+  uint64_t MaxBytesOf(int i) const { return HandsOver() ? agent(i).max_bytes : 0; }
   CodecPair CodecsOf(int i) const { return HandsOver() && agent(i).kv ? *agent(i).kv : kv_; }
 
   void StartTurn(FlowWorker& worker) {
@@ -313,6 +314,7 @@ class Run {
       return Fail(i, turn.error());
     }
     turn->kv = CodecsOf(i);
+    turn->max_bytes = MaxBytesOf(i);
     turn->threads = worker.threads;
     turn->digest_logits = options_.digest_logits;
     turn->trace = options_.trace;
@@ -338,6 +340,7 @@ class Run {
   AgentPrepare PreparationOf(int i, const std::string& context) const {
     return {.agent = agent(i).name,
             .kv = CodecsOf(i),
+            .max_bytes = MaxBytesOf(i),
             .n_ctx = flow_.n_ctx,
             .threads = PlannedThreads(i),
             .prefix = false,

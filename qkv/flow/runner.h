@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "qkv/broker/metrics.h"
+#include "qkv/engine/sequence.h"
 #include "qkv/flow/flow_file.h"
 #include "qkv/flow/report.h"
 
@@ -53,8 +54,9 @@ struct FlowEvent {
 
 struct RunOptions {
   FlowMode mode = FlowMode::kHandoff;
-  std::optional<CodecPair> kv;  // handoff only; nothing: HandoffCodecs(flow)'s first. Text mode keeps f16 pages.
-  std::string socket;           // an existing broker's; empty: one of our own, in a private directory
+  std::optional<CodecPair> kv;     // handoff only; nothing: HandoffCodecs(flow)'s first. Text mode keeps f16 pages.
+  double refine = kDefaultRefine;  // SequenceOptions::refine, of every agent
+  std::string socket;              // an existing broker's; empty: one of our own, in a private directory
   uint64_t budget_bytes = uint64_t{4} << 30;  // of our own broker
   std::shared_ptr<BrokerMetrics> metrics;     // where our own broker counts; null: nowhere
   int jobs = 0;                // most agents at work at one time; 0: as many as are of use, and not more than threads
