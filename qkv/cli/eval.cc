@@ -30,6 +30,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr CodecPair kExact = {CodecId::kF16, CodecId::kF16};
 constexpr char kLike[] = "like:";
+constexpr char kTokens[] = "tokens:";
 constexpr char kPeer[] = "llama.cpp:";
 constexpr char kNoise[] = "(noise)";
 
@@ -44,6 +45,7 @@ struct Options {
   EvalShape shape;
   std::vector<std::string> arms;
   int hops = 8;
+  double refine = kDefaultRefine;
   int n_batch = 0;  // 0: the protocol's
   int n_threads = 0;
   int max_tokens = 256;
@@ -76,7 +78,8 @@ class Evaluation {
                      {"samples", options_.shape.samples},
                      {"prefix", options_.shape.prefix},
                      {"score", options_.shape.score},
-                     {"batch", probe_options_.n_batch}};
+                     {"batch", probe_options_.n_batch},
+                     {"refine", options_.refine}};
     if (options_.protocol == "hops") settings_["hops"] = options_.hops;
     if (options_.protocol == "gsm8k") settings_["predict"] = options_.max_tokens;
     QKV_ASSIGN_OR_RETURN(log_, EvalLog::Open(options_.resume, settings_));
@@ -105,6 +108,13 @@ class Evaluation {
         if (column.known_bits == 0) {
           return Err(Code::kInvalidArgument, "--kv: '{}' is not one of like:q8_0, like:q4_0", kv);
         }
+      } else if (kv.starts_with(kTokens)) {
+        QKV_ASSIGN_OR_RETURN(column.codec.groups, ParseTokenGroups(kv.substr(std::size(kTokens) - 1)));
+        if (options_.protocol != "handoff") {
+          return Err(Code::kInvalidArgument, "--kv {} goes with the protocol handoff, not with '{}'", kv,
+                     options_.protocol);
+        }
+        probe_options_.importance |= column.codec.groups->by == TokenGroups::By::kAttention;
       } else {
         QKV_ASSIGN_OR_RETURN(column.codec.kv, ParseCodecPair(kv));
       }
@@ -147,6 +157,7 @@ class Evaluation {
                    model_->params().head_dim);
       }
     }
+    probe_options_.refine = options_.refine;
     probe_options_.n_threads = options_.n_threads > 0
                                    ? options_.n_threads
                                    : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
@@ -238,6 +249,8 @@ class Evaluation {
     score.score = std::move(result.score);
     score.bits_per_value = result.size.bits_per_value;
     score.file_bits = result.size.file_bits;
+    score.refined_share = result.refined_share;
+    score.read_bits = result.read_bits;
     if (column.known_bits == 0) {  // else the time is that of f16 pages
       score.encode_ns = result.encode_ns;
       score.decode_ns = result.decode_ns;
@@ -311,12 +324,14 @@ class Evaluation {
 
   Json RowOf(const std::vector<EvalScore>& scores, const std::vector<EvalScore>* first) const {
     std::vector<SampleScore> samples, firsts;
-    double bits = 0, file_bits = 0, encode = 0, decode = 0;
+    double bits = 0, file_bits = 0, encode = 0, decode = 0, refined = 0, read = 0;
     size_t whole = 0, whole_ref = 0, right = 0, right_ref = 0;
     for (const EvalScore& score : scores) {
       samples.push_back(score.score);
       bits += score.bits_per_value;
       file_bits += score.file_bits;
+      refined += score.refined_share;
+      read += score.read_bits;
       encode += score.encode_ns;
       decode += score.decode_ns;
       whole += score.score.right == score.score.n();
@@ -339,6 +354,10 @@ class Evaluation {
              {"nll_delta_se", q.nll_delta.se},
              {"samples", q.samples},
              {"tokens", q.tokens}};
+    if (refined > 0) {
+      row["refined_share"] = refined / n;
+      row["read_bits_per_value"] = read / n;
+    }
     if (encode > 0) row["encode_ns_per_value"] = encode / n;
     if (decode > 0) row["decode_ns_per_value"] = decode / n;
     if (first != nullptr) {
@@ -411,6 +430,16 @@ std::string WithError(const Json& row, const char* value, const char* se) {
   return fmt::format("{:.2e} ± {:.0e}", number(value), number(se));
 }
 
+std::string BitsText(const Json& row) {
+  if (!row.contains("bits_per_value")) return "";
+  std::string text = fmt::format("{:.2f}", row["bits_per_value"].get<double>());
+  if (row.contains("refined_share")) {
+    text += fmt::format(", {:.2f} read ({:.1f} % refined)", row["read_bits_per_value"].get<double>(),
+                        100 * row["refined_share"].get<double>());
+  }
+  return text;
+}
+
 void PrintTable(const Json& json) {
   fmt::print("{}, weights {}, protocol {}: {} samples, prefix {}, scored {}\n\n", json["model"].get<std::string>(),
              json["weights"].get<std::string>(), json["protocol"].get<std::string>(), json["samples"].get<int>(),
@@ -432,9 +461,9 @@ void PrintTable(const Json& json) {
   for (const Json& row : rows) {
     if (hops) fmt::print("| {} ", row["hop"].get<int>());
     fmt::print("| `{}` | {} | {} | {:.1e} | {:.2f} ± {:.2f} % | {:+.2f} ± {:.2f} % |", row["kv"].get<std::string>(),
-               row.contains("bits_per_value") ? fmt::format("{:.2f}", row["bits_per_value"].get<double>()) : "",
-               WithError(row, "kl_mean", "kl_se"), row["kl_p99"].is_number() ? row["kl_p99"].get<double>() : INFINITY,
-               100 * row["top1"].get<double>(), 100 * row["top1_se"].get<double>(),
+               BitsText(row), WithError(row, "kl_mean", "kl_se"),
+               row["kl_p99"].is_number() ? row["kl_p99"].get<double>() : INFINITY, 100 * row["top1"].get<double>(),
+               100 * row["top1_se"].get<double>(),
                row["nll_delta"].is_number() ? 100 * std::expm1(row["nll_delta"].get<double>()) : INFINITY,
                row["nll_delta_se"].is_number() ? 100 * row["nll_delta_se"].get<double>() : INFINITY);
     if (hops) {
@@ -470,7 +499,8 @@ int RunSplice(const Options& options) {
                            .n_threads = options.n_threads};
   const Result<Json> json = EvalSplice(splice);
   if (!json) return Fail(json.error());
-  fmt::print("{}", options.json ? json->dump(2, ' ', false, Json::error_handler_t::replace) + "\n" : SpliceTable(*json));
+  fmt::print("{}",
+             options.json ? json->dump(2, ' ', false, Json::error_handler_t::replace) + "\n" : SpliceTable(*json));
   return 0;
 }
 
@@ -502,9 +532,11 @@ void AddEval(CLI::App& app, int& status) {
   command
       ->add_option("--kv", options->kv,
                    "codecs to measure, as elsewhere; also like:q8_0 and like:q4_0, libllama's cache types simulated in "
-                   "this engine")
+                   "this engine; and tokens:attention/20/8/4 (or random, or 8/drop): the 20 % of the tokens with most "
+                   "attention in one codec, the others in another or nowhere")
       ->capture_default_str()
       ->type_name("CODEC");
+  AddRefineOption(*command, options->refine);
   command
       ->add_option(
           "--protocol", options->protocol,

@@ -28,6 +28,8 @@ Json ToJson(const std::string& kv, int sample, const std::string& part, const Ev
   Json json{{"kv", kv}, {"sample", sample}, {"part", part}};
   json["bits_per_value"] = s.bits_per_value;
   json["file_bits"] = s.file_bits;
+  json["refined_share"] = s.refined_share;
+  json["read_bits"] = s.read_bits;
   json["encode_ns"] = s.encode_ns;
   json["decode_ns"] = s.decode_ns;
   if (s.answer_right) json["answer_right"] = *s.answer_right;
@@ -47,6 +49,8 @@ EvalScore FromJson(const Json& json) {  // throws Json::exception
   EvalScore s;
   s.bits_per_value = json.at("bits_per_value");
   s.file_bits = json.at("file_bits");
+  s.refined_share = json.at("refined_share");
+  s.read_bits = json.at("read_bits");
   s.encode_ns = json.at("encode_ns");
   s.decode_ns = json.at("decode_ns");
   if (json.contains("answer_right")) s.answer_right = json.at("answer_right").get<bool>();

@@ -24,7 +24,9 @@ struct EvalScore {
   SampleScore score;
   double bits_per_value = 0;
   double file_bits = 0;
-  double encode_ns = 0;  // per value; 0: not known
+  double refined_share = 0;  // of pages with a refinement plane; 0: without
+  double read_bits = 0;      // per value, by attention; 0: not known
+  double encode_ns = 0;      // per value; 0: not known
   double decode_ns = 0;
   std::optional<bool> answer_right, answer_right_ref;  // gsm8k
   std::map<std::string, double> more;                  // figures of one protocol

@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <utility>
+
+#include "qkv/engine/page_encoder.h"
 
 namespace qkv {
 namespace {
@@ -19,6 +22,7 @@ Result<std::unique_ptr<Sequence>> NewSequence(const std::shared_ptr<const Model>
   sequence.n_batch = options.n_batch;
   sequence.kv = kv;
   if (pages_at_once) sequence.tail_budget_bytes = 0;
+  sequence.refine = options.refine;
   sequence.on_progress = options.on_progress;
   return Sequence::Create(model, sequence);
 }
@@ -39,6 +43,10 @@ void ForEachPage(const Context& context, Visit visit) {
 
 uint64_t ValuesPerToken(const Geometry& geometry) {
   return uint64_t{2} * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim;
+}
+
+uint64_t BlockBytes(const Geometry& geometry, CodecPair codecs) {
+  return PageLayout(geometry, codecs).layer_stride * static_cast<uint64_t>(geometry.n_layers);
 }
 
 // Forward with the logits of every token.
@@ -66,10 +74,13 @@ KvSize SizeOf(const Context& context) {
   KvSize size;
   uint64_t bytes = 0, file_bytes = 0;
   ForEachPage(context, [&](const Segment& segment, size_t page, int tokens) {
-    const PageLayout layout(segment.geometry(), segment.codecs(page));
-    bytes += layout.layer_stride * segment.geometry().n_layers;
+    bytes += BlockBytes(segment.geometry(), segment.codecs(page));
     size.values += ValuesPerToken(segment.geometry()) * static_cast<uint64_t>(tokens);
   });
+  for (const auto& span : context.card.spans()) {
+    if (span.refinement_segment() == 0) continue;
+    bytes += span.n_pages() * BlockBytes(context.segments.front()->geometry(), kRefinementCodecs);
+  }
   for (const auto& segment : context.segments) file_bytes += segment->bytes();
   size.bits_per_value = 8.0 * static_cast<double>(bytes) / static_cast<double>(size.values);
   size.file_bits = 8.0 * static_cast<double>(file_bytes) / static_cast<double>(size.values);
@@ -114,6 +125,18 @@ Result<std::unique_ptr<HandoffProbe>> HandoffProbe::Read(std::shared_ptr<const M
   const auto rest = tokens.subspan(n_prefix);
   probe->scored_.assign(rest.begin(), rest.end() - 1);
   probe->next_.assign(rest.begin() + 1, rest.end());
+  if (options.importance) {
+    const HyperParams& p = probe->model_->params();
+    const float scale = 1 / std::sqrt(static_cast<float>(p.head_dim));
+    AttentionMass mass({p.n_heads, p.n_kv_heads, p.head_dim, scale}, p.n_layers);
+    SequenceOptions observed{.n_ctx = n_prefix, .n_threads = options.n_threads, .n_batch = options.n_batch};
+    observed.on_rows = [&mass](RowKind kind, int layer, int n, std::span<const float> rows) {
+      mass.Take(kind, layer, n, rows);
+    };
+    QKV_ASSIGN_OR_RETURN(const auto reader, Sequence::Create(probe->model_, observed));
+    QKV_RETURN_IF_ERROR(reader->Forward(prefix));
+    probe->importance_ = mass.importance();
+  }
   QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(probe->model_, options, kExact, tokens.size()));
   QKV_RETURN_IF_ERROR(sequence->Forward(prefix));
   QKV_ASSIGN_OR_RETURN(probe->exact_, sequence->Publish({}));
@@ -122,7 +145,28 @@ Result<std::unique_ptr<HandoffProbe>> HandoffProbe::Read(std::shared_ptr<const M
   return probe;
 }
 
+Result<ProbeResult> HandoffProbe::ScoreGroups(const TokenGroups& groups) const {
+  const int n_prefix = exact_.card.token_ids_size();
+  std::vector<float> importance = importance_;
+  if (groups.by == TokenGroups::By::kRandom) importance = RandomImportance(n_prefix);
+  QKV_CHECK(importance.size() == static_cast<size_t>(n_prefix));  // else ProbeOptions::importance was not set
+  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, kExact, n_prefix + scored_.size()));
+  QKV_RETURN_IF_ERROR(sequence->Attach(exact_));
+  QKV_RETURN_IF_ERROR(sequence->Regroup(importance, groups.share, groups.high, groups.low));
+  ProbeResult result;
+  const Geometry& geometry = model_->geometry();
+  result.size.bits_per_value = BitsPerValue(groups, n_prefix, geometry.head_dim);
+  result.size.values = ValuesPerToken(geometry) * static_cast<uint64_t>(n_prefix);
+  result.size.file_bits =
+      8.0 * static_cast<double>(sequence->stats().own_kv_bytes) / static_cast<double>(result.size.values);
+  result.read_bits = result.size.bits_per_value;
+  QKV_ASSIGN_OR_RETURN(const auto logits, AllLogits(*sequence, scored_));
+  result.score = reference_->ScoreAll(logits, next_);
+  return result;
+}
+
 Result<ProbeResult> HandoffProbe::Score(const ProbeCodec& codec) const {
+  if (codec.groups) return ScoreGroups(*codec.groups);
   const size_t n_ctx = exact_.card.token_ids_size() + scored_.size();
   QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, codec.kv, n_ctx));
   QKV_ASSIGN_OR_RETURN(const Context context, HandOver(*sequence, exact_, codec.transform));
@@ -132,6 +176,8 @@ Result<ProbeResult> HandoffProbe::Score(const ProbeCodec& codec) const {
   result.decode_ns = DecodeNs(context);
   QKV_ASSIGN_OR_RETURN(const auto logits, AllLogits(*sequence, scored_));
   result.score = reference_->ScoreAll(logits, next_);
+  result.refined_share = sequence->stats().refined_share();
+  result.read_bits = sequence->stats().read_bits();
   return result;
 }
 

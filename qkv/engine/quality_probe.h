@@ -8,10 +8,12 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "qkv/engine/importance.h"
 #include "qkv/engine/quality.h"
 #include "qkv/engine/sequence.h"
 
@@ -21,6 +23,8 @@ struct ProbeOptions {
   int n_threads = 2;
   int n_batch = 512;                                           // tokens per step
   std::function<void(size_t done, size_t total)> on_progress;  // of the prefix
+  double refine = kDefaultRefine;                              // of the reader, as SequenceOptions
+  bool importance = false;  // HandoffProbe: observe attention in the prefix, for codecs that group by it; slow
 };
 
 // What a context's pages take.
@@ -35,14 +39,20 @@ KvSize SizeOf(const Context& context);
 struct ProbeResult {
   SampleScore score;
   KvSize size;
+  // Of pages with a refinement plane: the share of their keys that was refined, and what was read per value on average
+  // (otherwise 0, and all that is stored).
+  double refined_share = 0;
+  double read_bits = 0;
   double encode_ns = 0;  // per value, one thread
   double decode_ns = 0;
 };
 
-// What a codec is asked for: pages of `kv`; with `transform`, rows that went through it first (CopyExact).
+// What a codec is asked for: pages of `kv`; with `transform`, rows that went through it first (CopyExact); or, instead of
+// both, pages of two codecs (Regroup; protocol `handoff` only).
 struct ProbeCodec {
   CodecPair kv;
   Sequence::RowTransform transform;
+  std::optional<TokenGroups> groups = {};
 };
 
 // Protocol `handoff`: a prefix is read exactly, once; published in one codec after the other; and what follows is read
@@ -61,10 +71,12 @@ class HandoffProbe {
 
  private:
   HandoffProbe() = default;
+  Result<ProbeResult> ScoreGroups(const TokenGroups& groups) const;
 
   std::shared_ptr<const Model> model_;
   ProbeOptions options_;
   std::vector<Token> scored_, next_;
+  std::vector<float> importance_;  // of the prefix's tokens, if asked for
   Context exact_;
   std::unique_ptr<ReferenceLogits> reference_;
 };
