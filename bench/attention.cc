@@ -85,7 +85,7 @@ struct Shape {
   int model_layers;
   float query_spread;  // such that about a tenth of the keys is within 4.6 of the largest score
 };
-constexpr Shape kSmall{{30, 3, 64}, {9, 3, 64, 0.125f}, 30, 3.3f};
+constexpr Shape kSmall{{30, 3, 64}, {9, 3, 64, 0.125f}, 30, 3.8f};
 constexpr Shape k7b{{4, 32, 128}, {32, 32, 128, 0.088388346f}, 32, 2.4f};
 
 // A context of that codec, allocated page by page as a real one; contents repeat after kDistinctPages and in each layer,
@@ -166,7 +166,8 @@ void BM_Attention(benchmark::State& state, const Shape& shape, CodecPair codecs,
   KeyCounts counts;
 
   for (auto _ : state) {
-    const AttentionPlan plan(of, n_queries, context.pages, nullptr, threshold);
+    AttentionPlan plan(of, n_queries, context.pages, nullptr, threshold);
+    if (const char* e = getenv("STEP")) plan.step_pages = atoi(e);
     for (int layer = 0; layer < n_layers; ++layer) {
       for (int item = 0; item < plan.n_attend_items(); ++item) {
         Attend(plan, context.pages, shape.geometry.n_layers, layer, q.data(), item, scratch.get(), partials.data(),

@@ -20,9 +20,10 @@
 #include "hwy/foreach_target.h"  // before highway.h
 #include "hwy/highway.h"
 
+#include "qkv/attention/merge-inl.h"
 #include "qkv/attention/panels-inl.h"
 #include "qkv/attention/queries-inl.h"
-#include "qkv/attention/refine-inl.h"
+#include "qkv/attention/refiner-inl.h"
 #if HWY_TARGET != HWY_SCALAR
 #include "qkv/attention/bytes-inl.h"
 #include "qkv/attention/expand-inl.h"
@@ -32,21 +33,6 @@ HWY_BEFORE_NAMESPACE();
 namespace qkv::attention {
 namespace HWY_NAMESPACE {
 namespace {
-
-// One page as an item sees it.
-struct PageBlocks {
-  CodecPair codecs;
-  const std::byte* k = nullptr;
-  const std::byte* v = nullptr;
-  int first_key = 0;
-  int tokens = 0;
-  int position_offset = 0;
-  bool hide_first = false;
-  bool exact_first = false;
-  const std::byte* constants = nullptr;  // three vectors of [head_dim] halves, as Constant counts them
-  const std::byte* k_refinement = nullptr;
-  const std::byte* v_refinement = nullptr;
-};
 
 constexpr size_t kPagesAhead = 2;
 
@@ -65,14 +51,16 @@ class ItemRun {
         blocks_(rows_),
         quads_(HasQuads()),
         x_(plan, scratch),
-        queries_(plan, item_, q, quads_, x_) {
+        queries_(plan, item_, q, quads_, x_),
+        refiner_(plan, rows_, x_, queries_),
+        scores_(x_.scores) {
     std::fill_n(x_.outputs, rows_ * dim_, 0.0f);
     std::fill_n(x_.sums, rows_ * kMaxLanes, 0.0f);
     const size_t padded_rows = hwy::RoundUpTo(rows_, kMaxLanes);
     std::fill_n(x_.maxima, padded_rows, kNoMaximum);
     std::fill_n(x_.group_maxima, padded_rows, kNoMaximum);
     std::fill_n(x_.ones, padded_rows, 1.0f);
-    std::fill_n(x_.q_mean, padded_rows, 0.0f);
+    std::fill_n(x_.zeros, padded_rows, 0.0f);
   }
 
   void Run(KeyCounts* counts) {
@@ -83,39 +71,44 @@ class ItemRun {
     if (refines) Peek(all_see);
 
     PageCursor cursor{item_.first_page, item_.first_key, {}, PageLayout(geometry_, {})};
-    PageBlocks queue[kGroupPages + kPagesAhead];
-    int queued = 0;
-    while (true) {
-      while (queued < plan_.step_pages + static_cast<int>(kPagesAhead) && Next(cursor, none_sees, queue[queued])) {
-        ++queued;
+    PageBlocks queue[2 * kGroupPages + kPagesAhead];
+    const size_t capacity = static_cast<size_t>(plan_.step_pages) * (refines ? 2 : 1) + kPagesAhead;
+    size_t queued = 0;
+    const auto fill = [&] {
+      while (queued < capacity && Next(cursor, none_sees, queue[queued])) ++queued;
+      return std::span<const PageBlocks>(queue, queued);
+    };
+    // Where tokens are refined, a step's are chosen before the values of the step before it are read: by the time they
+    // are wanted, their bytes are here.
+    size_t n = ScoreStep(fill(), all_see);
+    if (refines) refiner_.Choose(fill().first(n), scores_);
+    while (n > 0) {
+      const std::span<const PageBlocks> pages = fill(), step = pages.first(n);
+      size_t next = 0;
+      if (refines) {
+        refiner_.Advance();
+        SwapScores();
+        next = ScoreStep(pages.subspan(n), all_see);
+        SwapScores();
+        RefineScores(step);
       }
-      if (queued == 0) break;
-      const int n = std::min(queued, plan_.step_pages);
-      const std::span<const PageBlocks> pages(queue, static_cast<size_t>(queued));
-      const std::span<const PageBlocks> step = pages.first(static_cast<size_t>(n));
-      for (int i = 0; i < n; ++i) Scores(pages.subspan(static_cast<size_t>(i)), static_cast<size_t>(i));
-      for (int i = 0; i < n; ++i) {
-        if (queue[i].tokens < kPageTokens || queue[i].first_key + kPageTokens > all_see || queue[i].hide_first) {
-          Mask(queue[i], static_cast<size_t>(i), all_see);
-        }
+      SoftmaxStep(rows_, n * kPageTokens, scores_, x_);
+      if (refines) {
+        SwapScores();
+        refiner_.Choose(pages.subspan(n, next), scores_);
+        SwapScores();
       }
-      const size_t n_refined = refines ? ChooseRefined(step) : 0;
-      if (n_refined > 0) few_ ? RefineScores(step, n_refined) : RefineScoresOfMany(step, n_refined);
-      SoftmaxStep(rows_, static_cast<size_t>(n * kPageTokens), x_);
-      Values(pages, static_cast<size_t>(n));
-      if (n_refined > 0) few_ ? RefineValues(step, n_refined) : RefineValuesOfMany(step, n_refined);
-      if (refines && counts != nullptr) {
-        counts->refined += n_refined;
-        for (const PageBlocks& page : step) {
-          if (page.k_refinement != nullptr) {
-            counts->seen += static_cast<uint64_t>(std::min(page.tokens, none_sees - page.first_key));
-          }
-        }
+      Values(pages, n);
+      if (refines) {
+        RefineValues(step);
+        if (counts != nullptr) Count(step, none_sees, *counts);
+        SwapScores();
       }
       queued -= n;
       std::copy_n(queue + n, queued, queue);
+      n = refines ? next : ScoreStep(fill(), all_see);
     }
-    UseOutputFrame(false);
+    UseOutputFrame(plan_.n_chunks > 1 && plan_.partials_rotated);
   }
 
   void WriteOutputs(float* out) const {
@@ -188,7 +181,7 @@ class ItemRun {
     for (size_t row = 0; row < rows_; ++row) {
       const int more = all_alike ? 0 : static_cast<int>(row / group);
       const int visible = std::clamp(all_see + more - page.first_key, 0, page.tokens);
-      float* scores = x_.scores + row * kScoreStride + slot * kPageTokens;
+      float* scores = ScoresAt(row, slot);
       std::fill(scores + visible, scores + kPageTokens, -std::numeric_limits<float>::infinity());
       if (page.hide_first) scores[0] = -std::numeric_limits<float>::infinity();
     }
@@ -214,35 +207,33 @@ class ItemRun {
     }
   }
 
-  float* ScoresAt(size_t row, size_t slot) const { return x_.scores + row * kScoreStride + slot * kPageTokens; }
-
-  static KeyFrame FrameOf(const PageBlocks& page) {
-    if (!blocks::IsRotated(page.codecs.k)) return {page.position_offset};
-    return {page.position_offset, true, page.constants};
-  }
+  float* ScoresAt(size_t row, size_t slot) const { return scores_ + row * kScoreStride + slot * kPageTokens; }
 
   void Scores(std::span<const PageBlocks> pages, size_t slot) {
     const PageBlocks& page = pages.front();
     queries_.Use(FrameOf(page));
-    bool has_mean = false;
     if (RunsOnCodes(page.codecs.k)) {
-      has_mean = ScoresOfCodes(pages, slot);
+      ScoresOfCodes(pages, slot);
       PrefetchScales(Side::kK, pages);
     } else {
       CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel);
       PanelScores(x_.k_panel, Ahead(), slot);
+      if (blocks::IsRotated(page.codecs.k)) AddMeans(slot);
     }
     if (!blocks::IsRotated(page.codecs.k)) return;
+    if (!page.exact_first) return;
+    LoadConstant(page, Constant::kFirstK);
+    for (size_t row = 0; row < rows_; ++row) ScoresAt(row, slot)[0] = Dot(queries_.Row(row), x_.line, dim_);
+  }
+
+  void AddMeans(size_t slot) const {
     const DF d;
-    for (size_t row = 0; row < rows_ && !has_mean; ++row) {
+    for (size_t row = 0; row < rows_; ++row) {
       float* scores = ScoresAt(row, slot);
       for (size_t t = 0; t < kPageTokens; t += kLanes) {
         hn::StoreU(hn::Add(hn::LoadU(d, scores + t), hn::Set(d, x_.q_mean[row])), d, scores + t);
       }
     }
-    if (!page.exact_first) return;
-    LoadConstant(page, Constant::kFirstK);
-    for (size_t row = 0; row < rows_; ++row) ScoresAt(row, slot)[0] = Dot(x_.q_rows + row * dim_, x_.line, dim_);
   }
 
   // To x.line, rotated.
@@ -293,10 +284,34 @@ class ItemRun {
     }
   }
 
+  // Scores of the step that `pages` begins with; returns how many pages it has.
+  size_t ScoreStep(std::span<const PageBlocks> pages, int all_see) {
+    const size_t n = std::min(pages.size(), static_cast<size_t>(plan_.step_pages));
+    for (size_t i = 0; i < n; ++i) Scores(pages.subspan(i), i);
+    for (size_t i = 0; i < n; ++i) {
+      if (pages[i].tokens < kPageTokens || pages[i].first_key + kPageTokens > all_see || pages[i].hide_first) {
+        Mask(pages[i], i, all_see);
+      }
+    }
+    return n;
+  }
+
+  // Between those of a step and those of the next one.
+  void SwapScores() { scores_ = scores_ == x_.scores ? x_.scores + rows_ * kScoreStride : x_.scores; }
+
   bool Refines() const {
     const auto pages = pages_.subspan(static_cast<size_t>(item_.first_page), static_cast<size_t>(item_.n_pages));
     return plan_.refine_threshold >= 0 &&
            std::ranges::any_of(pages, [](const PageRef& page) { return page.refinement != nullptr; });
+  }
+
+  void Count(std::span<const PageBlocks> step, int none_sees, KeyCounts& counts) const {
+    counts.refined += refiner_.tokens().size();
+    for (const PageBlocks& page : step) {
+      if (page.k_refinement != nullptr) {
+        counts.seen += static_cast<uint64_t>(std::min(page.tokens, none_sees - page.first_key));
+      }
+    }
   }
 
   // Puts into maxima the largest scores among an exact first token and the two newest pages that all queries see: a
@@ -306,7 +321,7 @@ class ItemRun {
       const PageBlocks page = BlocksOf(pages_[0], PageLayout(geometry_, pages_[0].codecs), 0);
       queries_.Use(FrameOf(page));
       LoadConstant(page, Constant::kFirstK);
-      for (size_t row = 0; row < rows_; ++row) x_.maxima[row] = Dot(x_.q_rows + row * dim_, x_.line, dim_);
+      for (size_t row = 0; row < rows_; ++row) x_.maxima[row] = Dot(queries_.Row(row), x_.line, dim_);
     }
     int first_key = plan_.n_keys;
     int peeked = 0;
@@ -323,53 +338,6 @@ class ItemRun {
     }
   }
 
-  // Fills x.refined by the rule of AttentionPlan and returns how many there are.
-  size_t ChooseRefined(std::span<const PageBlocks> step) const {
-    const float threshold = plan_.refine_threshold * std::numbers::log2e_v<float>;
-    for (size_t row = 0; row < rows_; ++row) {
-      x_.limits[row] = LargestScore(ScoresAt(row, 0), step.size() * kPageTokens, x_.maxima[row]) - threshold;
-    }
-    size_t n = 0;
-    for (size_t slot = 0; slot < step.size(); ++slot) {
-      if (step[slot].k_refinement == nullptr) continue;
-      for (uint32_t tokens = TokensAtLimits(ScoresAt(0, slot), x_.limits, rows_); tokens != 0; tokens &= tokens - 1) {
-        const size_t t = static_cast<size_t>(std::countr_zero(tokens));
-        x_.refined[n++] = static_cast<uint8_t>(slot * kPageTokens + t);
-        const auto fetch = [&](const std::byte* block) {
-          const std::byte* row = block + t * dim_ / 2;
-          for (size_t i = 0; i < dim_ / 2; i += 64) __builtin_prefetch(row + i);
-        };
-        fetch(step[slot].k_refinement);
-        fetch(step[slot].v_refinement);
-      }
-    }
-    return n;
-  }
-
-  void RefineScores(std::span<const PageBlocks> step, size_t n) {
-    for (size_t i = 0; i < n; ++i) {
-      const size_t slot = x_.refined[i] / kPageTokens, t = x_.refined[i] % kPageTokens;
-      queries_.Use(FrameOf(step[slot]));
-      LoadRefined(step[slot].k_refinement, dim_, t, x_.line);
-      const float scale = RefinedScale(step[slot].k_refinement, dim_, t);
-      for (size_t row = 0; row < rows_; ++row) {
-        ScoresAt(row, slot)[t] += scale * Dot(x_.q_rows + row * dim_, x_.line, dim_);
-      }
-    }
-  }
-
-  void RefineValues(std::span<const PageBlocks> step, size_t n) {
-    UseOutputFrame(true);
-    for (size_t i = 0; i < n; ++i) {
-      const size_t slot = x_.refined[i] / kPageTokens, t = x_.refined[i] % kPageTokens;
-      LoadRefined(step[slot].v_refinement, dim_, t, x_.line);
-      const float scale = RefinedScale(step[slot].v_refinement, dim_, t);
-      for (size_t row = 0; row < rows_; ++row) {
-        AddRow(ScoresAt(row, slot)[t] * x_.gain[row] * scale, x_.line, dim_, x_.outputs + row * dim_);
-      }
-    }
-  }
-
 #if HWY_TARGET == HWY_SCALAR
   bool RunsOnCodes(CodecId) const {
     return false;
@@ -377,16 +345,15 @@ class ItemRun {
   bool HasQuads() const {
     return false;
   }
-  bool ScoresOfCodes(std::span<const PageBlocks>, size_t) {
-    return false;
-  }
+  void ScoresOfCodes(std::span<const PageBlocks>, size_t) {}
   void ValuesOfCodes(std::span<const PageBlocks>, size_t, const float*) {}
   void PrefetchScales(Side, std::span<const PageBlocks>) const {}
-  void RefineScoresOfMany(std::span<const PageBlocks> step, size_t n) {
-    RefineScores(step, n);
+  void RefineScores(std::span<const PageBlocks> step) {
+    refiner_.AddScores(step, scores_);
   }
-  void RefineValuesOfMany(std::span<const PageBlocks> step, size_t n) {
-    RefineValues(step, n);
+  void RefineValues(std::span<const PageBlocks> step) {
+    if (!refiner_.tokens().empty()) UseOutputFrame(true);
+    refiner_.AddValues(step, scores_);
   }
 #else
   bool HasQuads() const {
@@ -442,9 +409,12 @@ class ItemRun {
     std::fill_n(to, n, FloatFromHalf(half));
   }
 
-  // Whether a side of a page goes to the kernels for bytes.
+  // Which kernels for bytes a side of a page goes to, if any.
   bool RunsOnBytes(CodecId codec) const {
     return quads_ && blocks::IsRotated(codec) && codec != CodecId::k8;
+  }
+  bool RunsOnNibbles(CodecId codec, Side side) const {
+    return quads_ && codec == CodecId::k4 && (side == Side::kK || dim_ % 64 == 0);
   }
 
   // A block's codes in the order of i8, and where the kernel on them is to prefetch.
@@ -452,6 +422,10 @@ class ItemRun {
     const std::byte* at;
     Ahead ahead;
   };
+  Codes ExpandedCodes() const {
+    const auto at = reinterpret_cast<uintptr_t>(x_.expanded);
+    return {reinterpret_cast<const std::byte*>(x_.expanded), {at, at}};
+  }
   Codes CodesOf(std::span<const PageBlocks> pages, Side side) const {
     const std::byte* block = side == Side::kK ? pages.front().k : pages.front().v;
     const CodecId codec = side == Side::kK ? pages.front().codecs.k : pages.front().codecs.v;
@@ -459,32 +433,25 @@ class ItemRun {
     if (!blocks::IsRotated(codec) || codec == CodecId::k8) return {block, ahead};
     Expand(blocks::RotatedBits(codec), block, kPageTokens * dim_, ahead, RunsOnBytes(codec) ? kCodeBias : 0,
            x_.expanded);
-    const auto expanded = reinterpret_cast<uintptr_t>(x_.expanded);
-    return {reinterpret_cast<const std::byte*>(x_.expanded), {expanded, expanded}};
+    return ExpandedCodes();
   }
 
-  // Returns whether the scores include the keys' mean.
-  bool ScoresOfCodes(std::span<const PageBlocks> pages, size_t slot) {
+  void ScoresOfCodes(std::span<const PageBlocks> pages, size_t slot) {
     const PageBlocks& page = pages.front();
     const CodecId codec = page.codecs.k;
     const std::byte* scales = page.k + ScaleOffset(codec);
     switch (codec) {
       case CodecId::kF16:
-        PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), AheadOf(pages, Side::kK), slot);
-        return false;
-      case CodecId::kI8Channel: {
+        return PanelScores(reinterpret_cast<const hwy::float16_t*>(page.k), AheadOf(pages, Side::kK), slot);
+      case CodecId::kI8Channel:
         LoadHalves(scales, dim_, x_.channel_scale);
         queries_.MakeChannel();
         std::fill_n(x_.token_scale, kPageTokens, 1.0f);
-        ScoresOfBlock(CodesOf(pages, Side::kK), x_.q_channel, x_.q_channel_scale, slot);
-        return false;
-      }
-      case CodecId::kI8Tensor: {
+        return ScoresOfBlock(CodesOf(pages, Side::kK), x_.q_channel, x_.q_channel_scale, x_.q_mean, slot);
+      case CodecId::kI8Tensor:
         queries_.MakeI8();
         LoadHalf(scales, kPageTokens, x_.token_scale);
-        ScoresOfBlock(CodesOf(pages, Side::kK), x_.q_i8, x_.q_i8_scale, slot);
-        return false;
-      }
+        return ScoresOfBlock(CodesOf(pages, Side::kK), x_.q_i8, x_.q_i8_scale, x_.q_mean, slot);
       case CodecId::kI4:
       case CodecId::kI4Z: {
         queries_.MakeI4();
@@ -499,32 +466,37 @@ class ItemRun {
           quads_ ? run(ScoresOfI4Quads(), x_.q_i4_quads + first * dim_ / 2)
                  : run(ScoresOfI4(), x_.q_i4 + first * dim_ / 2);
         }
-        return false;
+        return;
       }
       default: break;
     }
-    const Codes codes = CodesOf(pages, Side::kK);
     LoadHalves(scales, kPageTokens, x_.token_scale);
     if (!RunsOnBytes(codec)) {
       queries_.MakeI8();
-      ScoresOfBlock(codes, x_.q_i8, x_.q_i8_scale, slot);
-      return false;
+      return ScoresOfBlock(CodesOf(pages, Side::kK), x_.q_i8, x_.q_i8_scale, x_.q_mean, slot);
     }
     queries_.MakeBytes();
+    const bool nibbles = RunsOnNibbles(codec, Side::kK);
+    if (!nibbles) CodesOf(pages, Side::kK);
     for (size_t block = 0; block < blocks_.count; ++block) {
-      const size_t first = blocks_.First(block);
-      RunWithRows<ScoresOfBytes>(blocks_.Count(block), x_.q_bytes + first * dim_ / 2, x_.expanded, dim_,
-                                 x_.q_bytes_scale + first, x_.q_bytes_bias + first, x_.q_mean + first, x_.token_scale,
-                                 ScoresAt(first, slot));
+      const size_t first = blocks_.First(block), count = blocks_.Count(block);
+      const int32_t *q = x_.q_bytes + first * dim_ / 2, *q_sum = x_.q_bytes_sum + first;
+      const float *q_scale = x_.q_bytes_scale + first, *mean = x_.q_mean + first;
+      if (nibbles) {
+        RunWithRows<ScoresOfNibbles>(count, q, reinterpret_cast<const uint8_t*>(page.k), AheadOf(pages, Side::kK), dim_,
+                                     q_scale, q_sum, mean, x_.token_scale, ScoresAt(first, slot));
+      } else {
+        RunWithRows<ScoresOfBytes>(count, q, x_.expanded, dim_, q_scale, q_sum, mean, x_.token_scale,
+                                   ScoresAt(first, slot));
+      }
     }
-    return true;
   }
 
-  void ScoresOfBlock(const Codes& codes, const int32_t* q, const float* q_scale, size_t slot) const {
+  void ScoresOfBlock(const Codes& codes, const int32_t* q, const float* q_scale, const float* mean, size_t slot) const {
     for (size_t block = 0; block < blocks_.count; ++block) {
       const size_t first = blocks_.First(block);
       RunWithRows<ScoresOfI8>(blocks_.Count(block), q + first * dim_ / 2, reinterpret_cast<const int8_t*>(codes.at),
-                              codes.ahead, dim_, q_scale + first, x_.token_scale, ScoresAt(first, slot));
+                              codes.ahead, dim_, q_scale + first, mean + first, x_.token_scale, ScoresAt(first, slot));
     }
   }
 
@@ -566,14 +538,21 @@ class ItemRun {
       default: break;
     }
     LoadHalves(scales, kPageTokens, x_.token_scale);
-    const Codes codes = CodesOf(pages, Side::kV);
-    if (!RunsOnBytes(codec)) return ValuesOfBlock(codes, slot, keep, nullptr);
+    if (!RunsOnBytes(codec)) return ValuesOfBlock(CodesOf(pages, Side::kV), slot, keep, nullptr);
     QuantizeWeightQuads<true>(slot);
+    const bool nibbles = RunsOnNibbles(codec, Side::kV);
+    if (!nibbles) CodesOf(pages, Side::kV);
     for (size_t block = 0; block < blocks_.count; ++block) {
-      const size_t first = blocks_.First(block);
-      RunWithRows<ValuesOfBytes>(blocks_.Count(block), x_.weight_quads + first * kPageTokens / 2, x_.expanded, dim_,
-                                 keep + first, x_.weight_scale + first, x_.weight_bias + first,
-                                 x_.outputs + first * dim_);
+      const size_t first = blocks_.First(block), count = blocks_.Count(block);
+      const int32_t *weights = x_.weight_quads + first * kPageTokens / 2, *sum = x_.weight_sum + first;
+      const float* scale = x_.weight_scale + first;
+      float* outputs = x_.outputs + first * dim_;
+      if (nibbles) {
+        RunWithRows<ValuesOfNibbles>(count, weights, reinterpret_cast<const uint8_t*>(page.v), AheadOf(pages, Side::kV),
+                                     dim_, keep + first, scale, sum, outputs);
+      } else {
+        RunWithRows<ValuesOfBytes>(count, weights, x_.expanded, dim_, keep + first, scale, sum, outputs);
+      }
     }
   }
 
@@ -599,7 +578,7 @@ class ItemRun {
       if (quads_) {
         QuantizeWeightQuads<false>(slot);
         for (size_t row = 0; row < rows_ && !has_minimum; ++row) {
-          x_.base[row] = -static_cast<float>(x_.weight_bias[row]) * x_.weight_scale[row];
+          x_.base[row] = -8 * static_cast<float>(x_.weight_sum[row]) * x_.weight_scale[row];
         }
         if (has_minimum) SumMinima(slot, minima);
       } else {
@@ -621,15 +600,14 @@ class ItemRun {
     }
   }
 
-  // As QuantizeWeights, for ValuesOfI4Quads and ValuesOfBytes: in two digits of 7 bits, four tokens side by side. Sets
-  // weight_bias to the sum of a row's weights times what its codes are too large by.
+  // As QuantizeWeights, for the kernels on quads of tokens: in two digits of 7 bits. Sets weight_sum as well.
   template <bool kBytes>
   void QuantizeWeightQuads(size_t slot) const {
     const float step = ScaleTokensTo(kQuadFullScale);
     for (size_t row = 0; row < rows_; ++row) {
-      const int sum = WeightQuads<kBytes>(ScoresAt(row, slot), x_.token_scale, x_.weight_quads + row * kPageTokens / 2);
+      x_.weight_sum[row] =
+          WeightQuads<kBytes>(ScoresAt(row, slot), x_.token_scale, x_.weight_quads + row * kPageTokens / 2);
       x_.weight_scale[row] = x_.gain[row] * step;
-      x_.weight_bias[row] = (kBytes ? kCodeBias : 8) * sum;
     }
   }
 
@@ -650,55 +628,40 @@ class ItemRun {
     }
   }
 
-  // Refined tokens of a step as blocks of i8, for many rows.
-  template <class Flush>
-  void ForRefinedBlocks(std::span<const PageBlocks> step, size_t n, Side side, const Flush& flush) const {
-    const auto block_of = [&](size_t i) {
-      const PageBlocks& page = step[x_.refined[i] / kPageTokens];
-      return side == Side::kK ? page.k_refinement : page.v_refinement;
-    };
-    for (size_t first = 0; first < n;) {
-      const KeyFrame frame = FrameOf(step[x_.refined[first] / kPageTokens]);
-      std::fill_n(x_.token_scale, kPageTokens, 0.0f);
-      size_t count = 0;
-      for (; first + count < n && count < kPageTokens; ++count) {
-        const size_t i = first + count, t = x_.refined[i] % kPageTokens;
-        if (side == Side::kK && FrameOf(step[x_.refined[i] / kPageTokens]) != frame) break;
-        LoadRefinedBytes(block_of(i), dim_, t, x_.refined_rows + count * dim_);
-        x_.token_scale[count] = RefinedScale(block_of(i), dim_, t);
+  void RefineScores(std::span<const PageBlocks> step) {
+    if (few_) return refiner_.AddScores(step, scores_);
+    const std::span<const uint8_t> tokens = refiner_.tokens();
+    for (size_t first = 0; first < tokens.size();) {
+      const size_t count = refiner_.Gather(step, Side::kK, first);
+      queries_.Use(FrameOf(step[tokens[first] / kPageTokens]));
+      queries_.MakeI8();
+      ScoresOfBlock(ExpandedCodes(), x_.q_i8, x_.q_i8_scale, x_.zeros, kRefinedSlot);
+      for (size_t row = 0; row < rows_; ++row) {
+        float* scores = ScoresAt(row, 0);
+        const float* more = ScoresAt(row, kRefinedSlot);
+        for (size_t i = 0; i < count; ++i) scores[tokens[first + i]] += more[i];
       }
-      auto* block = reinterpret_cast<int8_t*>(x_.expanded);
-      side == Side::kK ? ArrangeRefinedK(x_.refined_rows, count, dim_, block)
-                       : ArrangeRefinedV(x_.refined_rows, count, dim_, block);
-      const auto at = reinterpret_cast<uintptr_t>(block);
-      flush(Codes{reinterpret_cast<const std::byte*>(block), {at, at}}, frame, first, count);
       first += count;
     }
   }
 
-  void RefineScoresOfMany(std::span<const PageBlocks> step, size_t n) {
-    ForRefinedBlocks(step, n, Side::kK, [&](const Codes& codes, const KeyFrame& frame, size_t first, size_t count) {
-      queries_.Use(frame);
-      queries_.MakeI8();
-      ScoresOfBlock(codes, x_.q_i8, x_.q_i8_scale, kRefinedSlot);
+  void RefineValues(std::span<const PageBlocks> step) {
+    const std::span<const uint8_t> tokens = refiner_.tokens();
+    if (!tokens.empty()) UseOutputFrame(true);
+    if (few_) return refiner_.AddValues(step, scores_);
+    for (size_t first = 0; first < tokens.size();) {
+      const size_t count = refiner_.Gather(step, Side::kV, first);
       for (size_t row = 0; row < rows_; ++row) {
-        const float* more = ScoresAt(row, kRefinedSlot);
-        for (size_t i = 0; i < count; ++i) ScoresAt(row, 0)[x_.refined[first + i]] += more[i];
+        const float* weights = ScoresAt(row, 0);
+        float* gathered = ScoresAt(row, kRefinedSlot);
+        std::fill_n(gathered, kPageTokens, 0.0f);
+        for (size_t i = 0; i < count; ++i) gathered[i] = weights[tokens[first + i]];
       }
-    });
+      ValuesOfBlock(ExpandedCodes(), kRefinedSlot, x_.ones, nullptr);
+      first += count;
+    }
   }
 
-  void RefineValuesOfMany(std::span<const PageBlocks> step, size_t n) {
-    UseOutputFrame(true);
-    ForRefinedBlocks(step, n, Side::kV, [&](const Codes& codes, const KeyFrame&, size_t first, size_t count) {
-      for (size_t row = 0; row < rows_; ++row) {
-        float* weights = ScoresAt(row, kRefinedSlot);
-        std::fill_n(weights, kPageTokens, 0.0f);
-        for (size_t i = 0; i < count; ++i) weights[i] = ScoresAt(row, 0)[x_.refined[first + i]];
-      }
-      ValuesOfBlock(codes, kRefinedSlot, x_.ones, nullptr);
-    });
-  }
 #endif
 
   const AttentionPlan& plan_;
@@ -713,6 +676,8 @@ class ItemRun {
   bool quads_;  // see QuadSum
   Scratch x_;
   Queries queries_;
+  Refiner refiner_;
+  float* scores_;  // of the step at hand
   PageLayout refinement_layout_{geometry_, {CodecId::kRefine4, CodecId::kRefine4}};
   bool outputs_rotated_ = false;
   bool outputs_empty_ = true;
@@ -726,40 +691,6 @@ void AttendItem(const AttentionPlan& plan, std::span<const PageRef> pages, int n
     run.WriteOutputs(out);
   } else {
     run.WritePartials(partials + plan.item_partial_floats() * static_cast<size_t>(item));
-  }
-}
-
-void MergeItem(const AttentionPlan& plan, const float* partials, int item, float* out) {
-  const DF d;
-  const size_t dim = static_cast<size_t>(plan.shape.head_dim);
-  const size_t tile_rows = static_cast<size_t>(plan.tile_rows());
-  const int kv_head = item % plan.shape.n_kv_heads;
-  const int tile = item / plan.shape.n_kv_heads;
-  const AttentionPlan::Item first = plan.ItemAt(plan.ItemIndex(kv_head, tile, 0));
-  const auto chunk_partials = [&](int chunk) {
-    return partials + plan.item_partial_floats() * static_cast<size_t>(plan.ItemIndex(kv_head, tile, chunk));
-  };
-  const size_t group = static_cast<size_t>(plan.group());
-  const size_t rows = static_cast<size_t>(first.n_queries) * group;
-  for (size_t row = 0; row < rows; ++row) {
-    float maximum = kNoMaximum;
-    for (int chunk = 0; chunk < plan.n_chunks; ++chunk) maximum = std::max(maximum, chunk_partials(chunk)[row]);
-    float* to = out + ((static_cast<size_t>(first.first_query) + row / group) * plan.shape.n_heads + kv_head * group +
-                       row % group) *
-                          dim;
-    std::fill_n(to, dim, 0.0f);
-    float sum = 0;
-    for (int chunk = 0; chunk < plan.n_chunks; ++chunk) {
-      const float* p = chunk_partials(chunk);
-      const VF weight = Exp2(hn::Set(d, p[row] - maximum));
-      sum += hn::GetLane(weight) * p[tile_rows + row];
-      const float* from = p + 2 * tile_rows + row * dim;
-      for (size_t c = 0; c < dim; c += kLanes) {
-        hn::StoreU(hn::MulAdd(weight, hn::LoadU(d, from + c), hn::LoadU(d, to + c)), d, to + c);
-      }
-    }
-    const VF inverse = hn::Set(d, 1.0f / sum);
-    for (size_t c = 0; c < dim; c += kLanes) hn::StoreU(hn::Mul(hn::LoadU(d, to + c), inverse), d, to + c);
   }
 }
 

@@ -125,6 +125,7 @@ class AttentionPlan {
   int chunk_pages = 0;  // a multiple of step_pages
   int step_pages = 0;   // per step of the softmax
   int n_chunks = 0;
+  bool partials_rotated = false;     // the frame of the partials' outputs
   std::vector<int> chunk_first_key;  // [n_chunks]
   Rope::Pairs pairs = Rope::Pairs::kInterleaved;
   std::vector<Turn> turns;  // by offset, one each

@@ -61,11 +61,11 @@ inline constexpr size_t kLineVectorBytes = 4 * kLanes;
 inline constexpr size_t kPairTokens = 2 * kLanes;  // or channels, of one vector of codes
 
 // Codes [dim / 2][32 tokens][2]; q [dim / 4][2 digits][R], four channels side by side;
-// scores = (integer sum - q_bias[row]) * q_scale[row] * token_scale[t] + mean[row].
+// scores = (integer sum - kCodeBias * q_sum[row]) * q_scale[row] * token_scale[t] + mean[row].
 struct ScoresOfBytes {
   template <size_t R, size_t... I>
   static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT q, const uint8_t* HWY_RESTRICT k, size_t dim,
-                              const float* HWY_RESTRICT q_scale, const int32_t* HWY_RESTRICT q_bias,
+                              const float* HWY_RESTRICT q_scale, const int32_t* HWY_RESTRICT q_sum,
                               const float* HWY_RESTRICT mean, const float* HWY_RESTRICT token_scale,
                               float* HWY_RESTRICT scores, std::index_sequence<I...>) {
     const DF d;
@@ -76,7 +76,7 @@ struct ScoresOfBytes {
       const VU16 codes[2] = {lines.Lower(first, second), lines.Upper(first, second)};
       (sum[I].Add(codes[I % 2], q[I / 2], q[R + I / 2]), ...);
     }
-    (hn::StoreU(hn::MulAdd(sum[I].Total(q_bias[I / 2]),
+    (hn::StoreU(hn::MulAdd(sum[I].Total(kCodeBias * q_sum[I / 2]),
                            hn::Mul(hn::Set(d, q_scale[I / 2]), hn::LoadU(d, token_scale + I % 2 * kLanes)),
                            hn::Set(d, mean[I / 2])),
                 d, scores + I / 2 * kScoreStride + I % 2 * kLanes),
@@ -85,26 +85,26 @@ struct ScoresOfBytes {
 
   template <size_t R>
   static HWY_NOINLINE void Run(const int32_t* q, const uint8_t* k, size_t dim, const float* q_scale,
-                               const int32_t* q_bias, const float* mean, const float* token_scale, float* scores) {
+                               const int32_t* q_sum, const float* mean, const float* token_scale, float* scores) {
     if constexpr (kHasQuads && R <= kMaxQuadRows) {
       for (size_t t = 0; t < kPageTokens; t += kPairTokens) {
-        Tile<R>(q, k + 2 * t, dim, q_scale, q_bias, mean, token_scale + t, scores + t,
+        Tile<R>(q, k + 2 * t, dim, q_scale, q_sum, mean, token_scale + t, scores + t,
                 std::make_index_sequence<2 * R>());
       }
     } else {
-      (void)q, (void)k, (void)dim, (void)q_scale, (void)q_bias, (void)mean, (void)token_scale, (void)scores;
+      (void)q, (void)k, (void)dim, (void)q_scale, (void)q_sum, (void)mean, (void)token_scale, (void)scores;
     }
   }
 };
 
 // Codes [16 pairs of tokens][dim][2]; weights [R][8][2 digits], four tokens side by side;
-// outputs = outputs * keep + (integer sum - bias[row]) * weight_scale[row].
+// outputs = outputs * keep + (integer sum - kCodeBias * weight_sum[row]) * weight_scale[row].
 // Reads up to 64 bytes behind the codes.
 struct ValuesOfBytes {
   template <size_t R, size_t V, size_t... I>
   static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT weights, const uint8_t* HWY_RESTRICT v, size_t dim,
                               const float* HWY_RESTRICT keep, const float* HWY_RESTRICT weight_scale,
-                              const int32_t* HWY_RESTRICT bias, float* HWY_RESTRICT outputs,
+                              const int32_t* HWY_RESTRICT weight_sum, float* HWY_RESTRICT outputs,
                               std::index_sequence<I...>) {
     const DF d;
     const PairLines lines;
@@ -117,24 +117,122 @@ struct ValuesOfBytes {
       (sum[I].Add(codes[I % V], weights[I / V * 16], weights[I / V * 16 + 1]), ...);
     }
     (hn::StoreU(hn::MulAdd(hn::LoadU(d, outputs + I / V * dim + I % V * kLanes), hn::Set(d, keep[I / V]),
-                           hn::Mul(sum[I].Total(bias[I / V]), hn::Set(d, weight_scale[I / V]))),
+                           hn::Mul(sum[I].Total(kCodeBias * weight_sum[I / V]), hn::Set(d, weight_scale[I / V]))),
                 d, outputs + I / V * dim + I % V * kLanes),
      ...);
   }
 
   template <size_t R>
   static HWY_NOINLINE void Run(const int32_t* weights, const uint8_t* v, size_t dim, const float* keep,
-                               const float* weight_scale, const int32_t* bias, float* outputs) {
+                               const float* weight_scale, const int32_t* weight_sum, float* outputs) {
     if constexpr (kHasQuads && R <= kMaxQuadRows) {
       size_t c = 0;
       for (; c + kPairTokens <= dim; c += kPairTokens) {
-        Tile<R, 2>(weights, v + 2 * c, dim, keep, weight_scale, bias, outputs + c, std::make_index_sequence<2 * R>());
+        Tile<R, 2>(weights, v + 2 * c, dim, keep, weight_scale, weight_sum, outputs + c,
+                   std::make_index_sequence<2 * R>());
       }
       if (c < dim) {
-        Tile<R, 1>(weights, v + 2 * c, dim, keep, weight_scale, bias, outputs + c, std::make_index_sequence<R>());
+        Tile<R, 1>(weights, v + 2 * c, dim, keep, weight_scale, weight_sum, outputs + c, std::make_index_sequence<R>());
       }
     } else {
-      (void)weights, (void)v, (void)dim, (void)keep, (void)weight_scale, (void)bias, (void)outputs;
+      (void)weights, (void)v, (void)dim, (void)keep, (void)weight_scale, (void)weight_sum, (void)outputs;
+    }
+  }
+};
+
+// The same on the plane of 4 bits itself, w = 0..15 for 2w - 15: groups of 64 bytes, codes 0..63 in the low nibbles and
+// 64..127 in the high ones.
+struct ScoresOfNibbles {
+  template <size_t R, size_t... I>
+  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT q, const uint8_t* HWY_RESTRICT k, Ahead ahead, size_t dim,
+                              const float* HWY_RESTRICT q_scale, const int32_t* HWY_RESTRICT q_sum,
+                              const float* HWY_RESTRICT mean, const float* HWY_RESTRICT token_scale,
+                              float* HWY_RESTRICT scores, std::index_sequence<I...>) {
+    const DF d;
+    const PairLines lines;
+    QuadSum sum[] = {((void)I, QuadSum())...};
+    for (size_t c = 0; c < dim; c += 4, q += 2 * R, k += 64, ahead = ahead + 64) {
+      Prefetch<kLineVectorBytes>(ahead);
+      const VU16 x = LoadCodes(k);
+      const VU16 low = NibbleQuads<0>(x), high = NibbleQuads<1>(x);
+      const VU16 codes[2] = {lines.Lower(low, high), lines.Upper(low, high)};
+      (sum[I].Add(codes[I % 2], q[I / 2], q[R + I / 2]), ...);
+    }
+    (hn::StoreU(hn::MulAdd(sum[I].DoubleTotal(15 * q_sum[I / 2]),
+                           hn::Mul(hn::Set(d, q_scale[I / 2]), hn::LoadU(d, token_scale + I % 2 * kLanes)),
+                           hn::Set(d, mean[I / 2])),
+                d, scores + I / 2 * kScoreStride + I % 2 * kLanes),
+     ...);
+  }
+
+  template <size_t R>
+  static HWY_NOINLINE void Run(const int32_t* q, const uint8_t* k, Ahead ahead, size_t dim, const float* q_scale,
+                               const int32_t* q_sum, const float* mean, const float* token_scale, float* scores) {
+    if constexpr (kHasQuads && R <= kMaxQuadRows) {
+      for (size_t t = 0; t < kPageTokens; t += kPairTokens) {
+        Tile<R>(q, k + 2 * t, ahead + 2 * t, dim, q_scale, q_sum, mean, token_scale + t, scores + t,
+                std::make_index_sequence<2 * R>());
+      }
+    } else {
+      (void)q, (void)k, (void)ahead, (void)dim, (void)q_scale, (void)q_sum, (void)mean, (void)token_scale;
+      (void)scores;
+    }
+  }
+};
+
+// For head dims that are multiples of 64.
+struct ValuesOfNibbles {
+  // Vectors 0 and 1 are of the low nibbles, 2 and 3 of the high ones, 32 channels further.
+  template <size_t R, size_t kFirst, size_t V, size_t... I>
+  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT weights, const uint8_t* HWY_RESTRICT v, Ahead ahead,
+                              size_t dim, const float* HWY_RESTRICT keep, const float* HWY_RESTRICT weight_scale,
+                              const int32_t* HWY_RESTRICT weight_sum, float* HWY_RESTRICT outputs,
+                              std::index_sequence<I...>) {
+    const DF d;
+    const PairLines lines;
+    QuadSum sum[] = {((void)I, QuadSum())...};
+    for (size_t t = 0; t < kPageTokens; t += 4, v += 2 * dim, weights += 2, ahead = ahead + 2 * dim) {
+      if constexpr (kFirst == 0) {
+        Prefetch<kLineVectorBytes>(ahead);
+        Prefetch<kLineVectorBytes>(ahead + dim);
+      }
+      const VU16 x = LoadCodes(v), y = LoadCodes(v + dim);
+      VU16 codes[V];
+      codes[0] = lines.Lower(NibbleQuads<kFirst>(x), NibbleQuads<kFirst>(y));
+      codes[1] = lines.Upper(NibbleQuads<kFirst>(x), NibbleQuads<kFirst>(y));
+      if constexpr (V > 2) {
+        codes[2] = lines.Lower(NibbleQuads<1>(x), NibbleQuads<1>(y));
+        codes[3] = lines.Upper(NibbleQuads<1>(x), NibbleQuads<1>(y));
+      }
+      (sum[I].Add(codes[I % V], weights[I / V * 16], weights[I / V * 16 + 1]), ...);
+    }
+    const auto at = [&](size_t i) { return outputs + i / V * dim + (i % V / 2 + kFirst) * 32 + i % 2 * kLanes; };
+    (hn::StoreU(hn::MulAdd(hn::LoadU(d, at(I)), hn::Set(d, keep[I / V]),
+                           hn::Mul(sum[I].DoubleTotal(15 * weight_sum[I / V]), hn::Set(d, weight_scale[I / V]))),
+                d, at(I)),
+     ...);
+  }
+
+  template <size_t R>
+  static HWY_NOINLINE void Run(const int32_t* weights, const uint8_t* v, Ahead ahead, size_t dim, const float* keep,
+                               const float* weight_scale, const int32_t* weight_sum, float* outputs) {
+    if constexpr (kHasQuads && R <= kMaxQuadRows) {
+      for (size_t c = 0; c < dim; c += 64) {
+        for (size_t b = 0; b < 64; b += kLineVectorBytes) {
+          const auto run = [&]<size_t kFirst, size_t V>() HWY_ATTR {
+            Tile<R, kFirst, V>(weights, v + c + b, ahead + (c + b), dim, keep, weight_scale, weight_sum,
+                               outputs + c + b / 2, std::make_index_sequence<R * V>());
+          };
+          if constexpr (R <= 3) {
+            run.template operator()<0, 4>();
+          } else {
+            run.template operator()<0, 2>();
+            run.template operator()<1, 2>();
+          }
+        }
+      }
+    } else {
+      (void)weights, (void)v, (void)ahead, (void)dim, (void)keep, (void)weight_scale, (void)weight_sum, (void)outputs;
     }
   }
 };

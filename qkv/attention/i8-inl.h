@@ -65,12 +65,13 @@ HWY_INLINE VS LoadPairs(const int8_t* p) {
 }
 inline constexpr size_t kPairBytes = 2 * kLanes;  // one vector of s8 pairs
 
-// i8: codes [dim / 2][32 tokens][2 channels]; scores = integer sum * q_scale[row] * token_scale[t].
+// i8: codes [dim / 2][32 tokens][2 channels]; scores = integer sum * q_scale[row] * token_scale[t] + mean[row].
 struct ScoresOfI8 {
   template <size_t R, size_t V, size_t... I>
   static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT q, const int8_t* HWY_RESTRICT k, Ahead ahead, size_t dim,
-                              const float* HWY_RESTRICT q_scale, const float* HWY_RESTRICT token_scale,
-                              float* HWY_RESTRICT scores, std::index_sequence<I...>) {
+                              const float* HWY_RESTRICT q_scale, const float* HWY_RESTRICT mean,
+                              const float* HWY_RESTRICT token_scale, float* HWY_RESTRICT scores,
+                              std::index_sequence<I...>) {
     const DF d;
     PairSum sum[] = {((void)I, PairSum())...};
     for (size_t c = 0; c < dim; c += 2, q += R, k += 2 * kPageTokens, ahead = ahead + 2 * kPageTokens) {
@@ -83,17 +84,18 @@ struct ScoresOfI8 {
       (sum[I].Add(codes[I % V], q[I / V]), ...);
     }
     (hn::StoreU(
-         hn::Mul(sum[I].Total(), hn::Mul(hn::Set(d, q_scale[I / V]), hn::LoadU(d, token_scale + I % V * kLanes))), d,
-         scores + I / V * kScoreStride + I % V * kLanes),
+         hn::MulAdd(sum[I].Total(), hn::Mul(hn::Set(d, q_scale[I / V]), hn::LoadU(d, token_scale + I % V * kLanes)),
+                    hn::Set(d, mean[I / V])),
+         d, scores + I / V * kScoreStride + I % V * kLanes),
      ...);
   }
 
   template <size_t R>
   static HWY_NOINLINE void Run(const int32_t* q, const int8_t* k, Ahead ahead, size_t dim, const float* q_scale,
-                               const float* token_scale, float* scores) {
+                               const float* mean, const float* token_scale, float* scores) {
     constexpr size_t V = std::min(TileVectors(R, kIntAccumulators), kPageTokens / kLanes);
     for (size_t t = 0; t < kPageTokens; t += V * kLanes) {
-      Tile<R, V>(q, k + 2 * t, ahead + 2 * t, dim, q_scale, token_scale + t, scores + t,
+      Tile<R, V>(q, k + 2 * t, ahead + 2 * t, dim, q_scale, mean, token_scale + t, scores + t,
                  std::make_index_sequence<R * V>());
     }
   }

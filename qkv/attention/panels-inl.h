@@ -183,13 +183,13 @@ HWY_INLINE VF Exp2(VF x) {
 // A finite stand-in for minus infinity, so that a row that sees nothing subtracts no infinities.
 inline constexpr float kNoMaximum = -1e30f;
 
-// One step of the online softmax over n_tokens (a multiple of 32) scores per row: scores become weights relative to the
+// One step of the online softmax over n_tokens (a multiple of 32) scores per row, [rows][kScoreStride]: scores become weights relative to the
 // step's own maximum, in [0, 1], which keeps them well scaled for quantization; keep and gain bring earlier outputs and
 // this step's onto the running maximum.
-HWY_NOINLINE void SoftmaxStep(size_t rows, size_t n_tokens, const Scratch& x) {
+HWY_NOINLINE void SoftmaxStep(size_t rows, size_t n_tokens, float* step_scores, const Scratch& x) {
   const DF d;
   for (size_t row = 0; row < rows; ++row) {
-    const float* scores = x.scores + row * kScoreStride;
+    const float* scores = step_scores + row * kScoreStride;
     VF maximum = hn::Set(d, kNoMaximum);
     for (size_t t = 0; t < n_tokens; t += kLanes) maximum = hn::Max(maximum, hn::LoadU(d, scores + t));
     x.group_maxima[row] = hn::GetLane(hn::MaxOfLanes(d, maximum));
@@ -203,7 +203,7 @@ HWY_NOINLINE void SoftmaxStep(size_t rows, size_t n_tokens, const Scratch& x) {
     hn::StoreU(Exp2(hn::Sub(group, now)), d, x.gain + row);
   }
   for (size_t row = 0; row < rows; ++row) {
-    float* scores = x.scores + row * kScoreStride;
+    float* scores = step_scores + row * kScoreStride;
     const VF maximum = hn::Set(d, x.group_maxima[row]);
     VF sum = hn::Zero(d);
     for (size_t t = 0; t < n_tokens; t += kLanes) {

@@ -43,7 +43,10 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, int n_queries, std::sp
   const int wanted_chunks = DivideUp(kWantedItems, shape.n_kv_heads * n_tiles);
   chunk_pages = std::max(DivideUp(n_pages, wanted_chunks), kMinChunkPages);
   chunk_pages = DivideUp(chunk_pages, attention::kGroupPages) * attention::kGroupPages;
-  step_pages = tile_rows() <= attention::kFewRows ? 1 : attention::kGroupPages;
+  const bool refines = refine_threshold >= 0 &&
+                       std::ranges::any_of(pages, [](const PageRef& page) { return page.refinement != nullptr; });
+  step_pages = tile_rows() <= attention::kFewRows && !refines ? 1 : attention::kGroupPages;
+  partials_rotated = blocks::IsRotated(pages.front().codecs.v);
   n_chunks = DivideUp(n_pages, chunk_pages);
 
   chunk_first_key.reserve(static_cast<size_t>(n_chunks));

@@ -9,6 +9,7 @@
 #include <numbers>
 
 #include "qkv/attention/scratch.h"
+#include "qkv/codec/blocks.h"
 #include "qkv/codec/frame.h"
 
 #if defined(QKV_ATTENTION_QUERIES_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -48,6 +49,10 @@ struct KeyFrame {
   const std::byte* mean = nullptr;  // [head_dim] halves; null: 0
   bool operator==(const KeyFrame&) const = default;
 };
+inline KeyFrame FrameOf(const PageBlocks& page) {
+  if (!blocks::IsRotated(page.codecs.k)) return {page.position_offset};
+  return {page.position_offset, true, page.constants};
+}
 
 class Queries {
  public:
@@ -76,7 +81,19 @@ class Queries {
            static_cast<size_t>(item_.kv_head) * group + row % group;
   }
 
+  // Turned into a key's frame and times the shape's scale and log2(e).
+  const float* Row(size_t row) const { return x_.q_rows + row * dim_; }
+
   // Each makes the form in x that it is named after, unless it is there.
+  void MakeSums() {
+    if (sums_ready_) return;
+    sums_ready_ = true;
+    for (size_t row = 0; row < rows_; ++row) {
+      x_.q_sums[row] = 0;
+      for (size_t c = 0; c < dim_; ++c) x_.q_sums[row] += Row(row)[c];
+    }
+  }
+
   void MakePanel() {
     if (panel_ready_) return;
     panel_ready_ = true;
@@ -108,14 +125,24 @@ class Queries {
     if (bytes_ready_) return;
     bytes_ready_ = true;
     std::fill_n(x_.channel_scale, dim_, 1.0f);
-    Quantize(kQuadFullScale, x_.q_bytes_scale, [&](size_t row, size_t count, size_t at) {
+    alignas(64) int8_t high[kMaxHeadDim], low[kMaxHeadDim];
+    Quantize(kQuadFullScale, x_.q_bytes_scale, [&](size_t row, size_t count, size_t at) HWY_ATTR {
+      const hn::CappedTag<int16_t, 16> d16;  // head dims are multiples of 16
+      const hn::Rebind<int8_t, decltype(d16)> d8;
+      for (size_t c = 0; c < dim_; c += hn::MaxLanes(d16)) {
+        const auto values = hn::LoadU(d16, x_.q_line + c);
+        const auto digit = hn::ShiftRight<7>(hn::Add(values, hn::Set(d16, 64)));
+        hn::StoreU(hn::DemoteTo(d8, digit), d8, high + c);
+        hn::StoreU(hn::DemoteTo(d8, hn::Sub(values, hn::ShiftLeft<7>(digit))), d8, low + c);
+      }
       int sum = 0;
+      for (size_t c = 0; c < dim_; ++c) sum += x_.q_line[c];
+      x_.q_bytes_sum[row] = sum;
       for (size_t c = 0; c < dim_; c += 4) {
         int32_t* quads = x_.q_bytes + at + c / 2 * count;
-        SplitQuad(x_.q_line + c, quads, quads + count);
-        for (size_t i = 0; i < 4; ++i) sum += x_.q_line[c + i];
+        std::memcpy(quads, high + c, 4);
+        std::memcpy(quads + count, low + c, 4);
       }
-      x_.q_bytes_bias[row] = kCodeBias * sum;
     });
   }
 
@@ -164,8 +191,10 @@ class Queries {
         x_.q_mean[row] = frame_.mean == nullptr ? 0 : Dot(q, x_.line, dim_);
         Rotate(q, plan_.shape.head_dim);
       }
+    } else {
+      std::fill_n(x_.q_mean, rows_, 0.0f);
     }
-    panel_ready_ = i8_ready_ = bytes_ready_ = i4_ready_ = false;
+    sums_ready_ = panel_ready_ = i8_ready_ = bytes_ready_ = i4_ready_ = false;
   }
 
   void TurnBack(const AttentionPlan::Turn& turn, float* q) const {
@@ -218,6 +247,7 @@ class Queries {
   const bool quads_;  // see QuadSum
   const Scratch& x_;
   KeyFrame frame_;
+  bool sums_ready_ = false;
   bool panel_ready_ = false;
   bool i8_ready_ = false;
   bool bytes_ready_ = false;

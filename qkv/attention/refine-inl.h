@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "qkv/attention/scratch.h"
 #include "qkv/codec/blocks.h"
@@ -26,6 +27,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace qkv::attention {
 namespace HWY_NAMESPACE {
+
+using VI32 = hn::Vec<hn::Repartition<int32_t, DF>>;
 
 // Largest of n scores, a multiple of 32, and `largest`.
 HWY_INLINE float LargestScore(const float* scores, size_t n, float largest) {
@@ -51,23 +54,10 @@ HWY_INLINE uint32_t TokensAtLimits(const float* scores, const float* limits, siz
   return tokens;
 }
 
-inline float RefinedScale(const std::byte* block, size_t dim, size_t t) {
-  uint16_t half;
-  std::memcpy(&half, block + blocks::RotatedScaleOffset(4, static_cast<int>(dim)) + 2 * t, sizeof half);
-  return FloatFromHalf(half);
-}
-
-// The codes of token t, odd numbers.
-HWY_INLINE void LoadRefined(const std::byte* block, size_t dim, size_t t, float* HWY_RESTRICT codes) {
-#if HWY_TARGET == HWY_SCALAR
-  for (size_t c = 0; c < dim; ++c) {
-    const auto byte = static_cast<int>(block[t * dim / 2 + c % (dim / 2)]);
-    codes[c] = static_cast<float>(2 * (c < dim / 2 ? byte & 15 : byte >> 4) - 15);
-  }
-#else
+// The codes of a token, odd numbers, from its nibbles.
+HWY_INLINE void LoadRefined(const uint8_t* row, size_t dim, float* HWY_RESTRICT codes) {
   const DF d;
   const hn::Repartition<int32_t, DF> di;
-  const auto* row = reinterpret_cast<const uint8_t*>(block) + t * dim / 2;
   const auto store = [&](hn::Vec<decltype(di)> nibbles, float* to) HWY_ATTR {
     hn::StoreU(hn::ConvertTo(d, hn::Sub(hn::Add(nibbles, nibbles), hn::Set(di, 15))), d, to);
   };
@@ -77,7 +67,6 @@ HWY_INLINE void LoadRefined(const std::byte* block, size_t dim, size_t t, float*
     store(hn::And(x, hn::Set(di, 15)), codes + j);
     store(hn::ShiftRight<4>(x), codes + dim / 2 + j);
   }
-#endif
 }
 
 // to += factor * codes
@@ -89,9 +78,96 @@ HWY_INLINE void AddRow(float factor, const float* HWY_RESTRICT codes, size_t dim
   }
 }
 
+template <class D>
+HWY_INLINE void StoreFolded(D d, hn::Vec<D> v, float* to) {
+  if constexpr (hn::MaxLanes(d) <= 4) {
+    hn::StoreU(v, d, to);
+  } else {
+    const hn::Half<D> half;
+    StoreFolded(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)), to);
+  }
+}
+
+// sums[i] = sum of the lanes of the i-th vector, i < 4.
+HWY_INLINE void StoreSums(const VF* v, float* HWY_RESTRICT sums) {
+#if HWY_TARGET == HWY_SCALAR
+  for (size_t i = 0; i < 4; ++i) sums[i] = hn::GetLane(v[i]);
+#else
+  const DF d;
+  const hn::Repartition<uint64_t, DF> d64;
+  const auto a = hn::BitCast(d64, hn::Add(hn::InterleaveLower(d, v[0], v[1]), hn::InterleaveUpper(d, v[0], v[1])));
+  const auto b = hn::BitCast(d64, hn::Add(hn::InterleaveLower(d, v[2], v[3]), hn::InterleaveUpper(d, v[2], v[3])));
+  StoreFolded(
+      d, hn::Add(hn::BitCast(d, hn::InterleaveLower(d64, a, b)), hn::BitCast(d, hn::InterleaveUpper(d64, a, b))), sums);
+#endif
+}
+
+// For heads of which a half is a multiple of a vector: kernels that take the nibbles of several tokens as they are, w =
+// 0..15 for 2w - 15, in registers. rows: where each token's nibbles are.
+inline constexpr size_t kRefinedRows = 3, kRefinedTokens = 4;
+HWY_INLINE VI32 LoadRefinedNibbles(const uint8_t* p) {
+  const hn::Repartition<int32_t, DF> di;
+  return hn::PromoteTo(di, hn::LoadU(hn::Rebind<uint8_t, decltype(di)>(), p));
+}
+HWY_INLINE VF LowNibbles(VI32 x) {
+  return hn::ConvertTo(DF(), hn::And(x, hn::Set(hn::Repartition<int32_t, DF>(), 15)));
+}
+HWY_INLINE VF HighNibbles(VI32 x) {
+  return hn::ConvertTo(DF(), hn::ShiftRight<4>(x));
+}
+
+// dots [R][4]: q . w of four tokens; q [R][dim].
+struct DotsOfRefined {
+  template <size_t... I>
+  static HWY_INLINE void Tile(const float* HWY_RESTRICT q, const uint8_t* const* rows, size_t dim,
+                              float* HWY_RESTRICT dots, std::index_sequence<I...>) {
+    const DF d;
+    VF sum[] = {((void)I, hn::Zero(d))...};
+    for (size_t j = 0; j < dim / 2; j += kLanes, q += kLanes) {
+      const VI32 x[4] = {LoadRefinedNibbles(rows[0] + j), LoadRefinedNibbles(rows[1] + j),
+                         LoadRefinedNibbles(rows[2] + j), LoadRefinedNibbles(rows[3] + j)};
+      VF codes[4] = {LowNibbles(x[0]), LowNibbles(x[1]), LowNibbles(x[2]), LowNibbles(x[3])};
+      ((sum[I] = hn::MulAdd(hn::LoadU(d, q + I / 4 * dim), codes[I % 4], sum[I])), ...);
+      codes[0] = HighNibbles(x[0]), codes[1] = HighNibbles(x[1]);
+      codes[2] = HighNibbles(x[2]), codes[3] = HighNibbles(x[3]);
+      ((sum[I] = hn::MulAdd(hn::LoadU(d, q + I / 4 * dim + dim / 2), codes[I % 4], sum[I])), ...);
+    }
+    for (size_t row = 0; row < sizeof...(I) / 4; ++row) StoreSums(sum + 4 * row, dots + 4 * row);
+  }
+  template <size_t R>
+  static HWY_NOINLINE void Run(const float* q, const uint8_t* const* rows, size_t dim, float* dots) {
+    Tile(q, rows, dim, dots, std::make_index_sequence<4 * R>());
+  }
+};
+
+// outputs [R][dim] += base[row] + sum over n tokens of factors [row][token] * w; factors' stride is kScoreStride.
+struct ValuesOfRefined {
+  template <size_t... I>
+  static HWY_INLINE void Tile(const float* HWY_RESTRICT factors, const float* HWY_RESTRICT base,
+                              const uint8_t* const* rows, size_t n, size_t dim, float* HWY_RESTRICT outputs,
+                              std::index_sequence<I...>) {
+    const DF d;
+    for (size_t j = 0; j < dim / 2; j += kLanes, outputs += kLanes) {
+      VF sum[] = {hn::Set(d, base[I / 2])...};
+      for (size_t i = 0; i < n; ++i) {
+        const VI32 x = LoadRefinedNibbles(rows[i] + j);
+        const VF codes[2] = {LowNibbles(x), HighNibbles(x)};
+        ((sum[I] = hn::MulAdd(hn::Set(d, factors[I / 2 * kScoreStride + i]), codes[I % 2], sum[I])), ...);
+      }
+      (hn::StoreU(hn::Add(hn::LoadU(d, outputs + I / 2 * dim + I % 2 * dim / 2), sum[I]), d,
+                  outputs + I / 2 * dim + I % 2 * dim / 2),
+       ...);
+    }
+  }
+  template <size_t R>
+  static HWY_NOINLINE void Run(const float* factors, const float* base, const uint8_t* const* rows, size_t n,
+                               size_t dim, float* outputs) {
+    Tile(factors, base, rows, n, dim, outputs, std::make_index_sequence<2 * R>());
+  }
+};
+
 // As LoadRefined, a byte per code.
-inline void LoadRefinedBytes(const std::byte* block, size_t dim, size_t t, int8_t* HWY_RESTRICT codes) {
-  const auto* row = reinterpret_cast<const uint8_t*>(block) + t * dim / 2;
+inline void LoadRefinedBytes(const uint8_t* row, size_t dim, int8_t* HWY_RESTRICT codes) {
   for (size_t j = 0; j < dim / 2; ++j) {
     codes[j] = static_cast<int8_t>(2 * (row[j] & 15) - 15);
     codes[dim / 2 + j] = static_cast<int8_t>(2 * (row[j] >> 4) - 15);

@@ -25,6 +25,21 @@ inline constexpr int kScoreStride = (kGroupPages + 1) * kPageTokens;
 inline constexpr int kMaxI4Groups = kMaxHeadDim / 32;
 inline constexpr int kMaxLanes = 16;  // fp32 lanes of the widest vector
 
+// One page as an item sees it.
+struct PageBlocks {
+  CodecPair codecs;
+  const std::byte* k = nullptr;
+  const std::byte* v = nullptr;
+  int first_key = 0;
+  int tokens = 0;
+  int position_offset = 0;
+  bool hide_first = false;
+  bool exact_first = false;
+  const std::byte* constants = nullptr;  // three vectors of [head_dim] halves, as Constant counts them
+  const std::byte* k_refinement = nullptr;
+  const std::byte* v_refinement = nullptr;
+};
+
 struct Scratch {
   // With a null buffer only `bytes` is meaningful.
   Scratch(const AttentionPlan& plan, std::byte* buffer) {
@@ -37,7 +52,7 @@ struct Scratch {
       bytes += (count * sizeof(T) + 63) / 64 * 64;
     };
     carve(q, rows * dim);
-    carve(scores, rows * kScoreStride);
+    carve(scores, 2 * rows * kScoreStride);
     carve(outputs, rows * dim);
     carve(sums, rows * kMaxLanes);
     for (float** row_values : {&maxima, &group_maxima, &keep, &gain, &weight_scale, &base, &ones}) {
@@ -64,17 +79,20 @@ struct Scratch {
     carve(limits, padded_rows);
     carve(q_bytes, rows * dim / 2);
     carve(q_bytes_scale, padded_rows);
-    carve(q_bytes_bias, padded_rows);
-    carve(weight_bias, padded_rows);
+    carve(q_bytes_sum, padded_rows);
+    carve(weight_sum, padded_rows);
     carve(expanded, kPageTokens * dim + 64);
-    carve(refined, kGroupPages * kPageTokens);
+    carve(refined, 2 * kScoreStride);
+    carve(refined_scale, kScoreStride);
+    carve(q_sums, padded_rows);
+    carve(zeros, padded_rows);
     carve(refined_rows, few ? 0 : kPageTokens * dim);
   }
 
   size_t bytes = 0;
 
   float* q = nullptr;             // times the shape's scale and log2(e): [head_dim][rows of the block] per block
-  float* scores = nullptr;        // [rows][kScoreStride]; after the softmax, weights relative to the group's maximum
+  float* scores = nullptr;        // [2][rows][kScoreStride]; after the softmax, weights relative to the group's maximum
   float* outputs = nullptr;       // [rows][head_dim], not yet divided by the sum
   float* sums = nullptr;          // [rows][kMaxLanes], one partial sum per vector lane
   float* maxima = nullptr;        // [rows], so far
@@ -104,16 +122,19 @@ struct Scratch {
   float* channel_scale = nullptr;    // [head_dim]
 
   // For rotated pages and refinement planes.
-  float* line = nullptr;            // [head_dim], some row
-  float* q_mean = nullptr;          // [rows], queries times the mean of the keys
-  float* limits = nullptr;          // [rows], scores from which on a token is refined
-  int32_t* q_bytes = nullptr;       // [head_dim / 4][2 digits][rows of the block] per block, four s8 each
-  float* q_bytes_scale = nullptr;   // [rows]
-  int32_t* q_bytes_bias = nullptr;  // [rows]
-  int32_t* weight_bias = nullptr;   // [rows]
-  uint8_t* expanded = nullptr;      // [32 * head_dim] codes of a block, a byte each, in the order of i8
-  uint8_t* refined = nullptr;       // the step's refined tokens, each as 32 * slot + token
-  int8_t* refined_rows = nullptr;   // [32][head_dim], codes of refined tokens, where there are many rows
+  float* line = nullptr;           // [head_dim], some row
+  float* q_mean = nullptr;         // [rows], queries times the mean of the keys
+  float* limits = nullptr;         // [rows], scores from which on a token is refined
+  int32_t* q_bytes = nullptr;      // [head_dim / 4][2 digits][rows of the block] per block, four s8 each
+  float* q_bytes_scale = nullptr;  // [rows]
+  int32_t* q_bytes_sum = nullptr;  // [rows]
+  int32_t* weight_sum = nullptr;   // [rows]
+  uint8_t* expanded = nullptr;     // [32 * head_dim] codes of a block, a byte each, in the order of i8
+  uint8_t* refined = nullptr;      // [2][kScoreStride], of two steps: the refined tokens, each as 32 * slot + token
+  float* refined_scale = nullptr;  // [kScoreStride], of the step's tokens with a refinement plane
+  float* q_sums = nullptr;         // [rows], of q_rows
+  float* zeros = nullptr;          // [rows], 0
+  int8_t* refined_rows = nullptr;  // [32][head_dim], codes of refined tokens, where there are many rows
 };
 
 }  // namespace qkv::attention
