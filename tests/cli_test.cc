@@ -349,6 +349,30 @@ TEST_F(CliWithBroker, StatsSayWhatWasReadOfPagesWithARefinementPlane) {
   EXPECT_THAT(told.errors, AllOf(HasSubstr("pages of 8.50 bits per value"), HasSubstr("% of the keys refined")));
 }
 
+TEST_F(Cli, EvalMeasuresSplicingAndGoesOnWhereItWas) {
+  const Args args = {
+      "eval",     "--protocol",    "splice",    "--text", QKV_SOURCE_DIR "/examples/long_report_source.txt",
+      "-m",       TestModelPath(), "--weights", "as-is",  "--samples",
+      "1",        "--arm",         "rotate",    "--arm",  "hide",
+      "--resume", "scores.jsonl",  "--json",    "-t",     "2"};
+  const Ran ran = Run(args);
+  ASSERT_EQ(ran.status, 0) << ran.errors;
+  const Json json = Json::parse(ran.output, nullptr, false);
+  ASSERT_FALSE(json.is_discarded()) << ran.output;
+  ASSERT_EQ(json["parts"].size(), 2u);
+  for (const Json& part : json["parts"]) {
+    const Json& rows = part["results"];
+    EXPECT_EQ(rows[0]["arm"], "rotate");
+    EXPECT_EQ(rows[0]["kl_vs_rotate"], 1);
+    EXPECT_EQ(rows[1]["tokens"], 96);
+    EXPECT_EQ(rows[1]["recomputed"], 0);
+    EXPECT_LT(rows[1]["kl_mean"], rows[0]["kl_mean"]) << part["part"];
+  }
+  EXPECT_EQ(Run(args).output, ran.output) << "from the file";
+  ExpectRefused({"eval", "--protocol", "splice", "--text", "scores.jsonl", "-m", TestModelPath(), "--arm", "rot"},
+                {"'rot'", "rotate"});
+}
+
 TEST_F(Cli, OutputToAClosedPipeEndsQuietly) {
   // The pipe's reader is gone long before the model is loaded. The shell says what became of the program.
   const std::string script = R"({ "$@"; echo "status $?" >&2; } | :)";

@@ -174,7 +174,8 @@ agents:
     document: The mill of stone was built by the town in 1812 and burned down in the year that the railway came.
 )";
   const auto reader = [&](const std::string& splice) {
-    return documents + "  - {name: r, system: You compare., reads: [wood, stone], prompt: Which burned?, max_tokens: 8, " +
+    return documents +
+           "  - {name: r, system: You compare., reads: [wood, stone], prompt: Which burned?, max_tokens: 8, " +
            "splice: " + splice + "}\n";
   };
   const auto run = [&](const std::string& splice, FlowMode mode) {

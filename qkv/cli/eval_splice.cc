@@ -38,7 +38,8 @@ constexpr std::array<const char*, 4> kSystems = {
     "they disagree, and never add anything that is not in front of you. Answer in plain words, in one paragraph, and "
     "name the passage that you rely on whenever a claim could be doubted by somebody who has not seen it.",
     "You write summaries for a busy editor. Keep to the facts that matter for the question, leave out what is only "
-    "colour, and keep names, places and dates exactly as they stand in the source. When two sources tell the same story "
+    "colour, and keep names, places and dates exactly as they stand in the source. When two sources tell the same "
+    "story "
     "in different ways, follow the one that is more precise and mention the other one briefly at the end.",
     "You are an archivist. Your notes are read years later by people who know nothing of the case, so explain every "
     "abbreviation, write out every date, and keep the order in which things happened. You do not judge and you do not "
@@ -47,10 +48,10 @@ constexpr std::array<const char*, 4> kSystems = {
     "into easy ones, and ask one good question after every paragraph. Keep a friendly tone, avoid lists, and never "
     "make a sentence longer than it has to be for its meaning to stay what it was in the material itself."};
 
-constexpr std::array<const char*, 10> kColours = {"amber", "copper", "crimson", "ivory", "violet",
-                                                  "silver", "scarlet", "golden", "purple", "green"};
-constexpr std::array<const char*, 10> kThings = {"lantern", "anchor", "mirror", "ladder", "violin",
-                                                 "kettle", "compass", "saddle", "trumpet", "basket"};
+constexpr std::array<const char*, 10> kColours = {"amber",  "copper",  "crimson", "ivory",  "violet",
+                                                  "silver", "scarlet", "golden",  "purple", "green"};
+constexpr std::array<const char*, 10> kThings = {"lantern", "anchor",  "mirror", "ladder",  "violin",
+                                                 "kettle",  "compass", "saddle", "trumpet", "basket"};
 
 // A case, and which scored places count for what.
 struct Sample {
@@ -88,8 +89,8 @@ Result<std::vector<Sample>> TextCases(const Vocab& vocab, std::span<const Token>
   QKV_RETURN_IF_ERROR(CheckLength(text.size(), 2 * n * kLength, name));
   const size_t stride = text.size() / (2 * n);
   std::vector<Sample> cases;
-  for (size_t kind = 0; kind < 2; ++kind) {
-    for (size_t i = 0; i < n; ++i) {
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t kind = 0; kind < 2; ++kind) {
       const size_t at = (2 * i + kind) * stride;
       Sample sample;
       SpliceCase& c = sample.what;
@@ -265,14 +266,10 @@ class Evaluation {
     const std::vector<EvalScore> all = All(arm.name, part);
     const std::vector<SampleScore> scores = ScoresOf(all);
     const QualitySummary q = Summarize(scores);
-    Json row{{"arm", arm.name},
-             {"recomputed", Mean(all, "recomputed")},
-             {"ms", Median(all, "ms")},
-             {"kl_mean", q.kl.value},
-             {"kl_se", q.kl.se},
-             {"kl_p99", q.kl_p99},
-             {"top1", q.top1.value},
-             {"samples", q.samples},
+    Json row{{"arm", arm.name},         {"recomputed", Mean(all, "recomputed")},
+             {"ms", Median(all, "ms")}, {"kl_mean", q.kl.value},
+             {"kl_se", q.kl.se},        {"kl_p99", q.kl_p99},
+             {"top1", q.top1.value},    {"samples", q.samples},
              {"tokens", q.tokens}};
     if (const std::vector<SampleScore> base = ScoresOf(All(kBaseline, part)); base.size() == scores.size()) {
       const Estimate ratio = PairedKlRatio(scores, base);
@@ -347,20 +344,21 @@ std::string SpliceTable(const Json& json) {
                                  json["weights"].get<std::string>(), json["protocol"].get<std::string>());
   for (const Json& part : json["parts"]) {
     const Json& rows = part["results"];
-    text += fmt::format("\n{}, {} cases:\n\n| arm | read again | ms | mean KL | p99 KL | top-1 | vs rotate | better in |{}\n",
-                        part["part"].get<std::string>(), rows.front()["samples"].get<int>(),
-                        recall ? " recalled | by full prefill |" : "");
+    text += fmt::format(
+        "\n{}, {} cases:\n\n| arm | read again | ms | mean KL | p99 KL | top-1 | vs rotate | better in |{}\n",
+        part["part"].get<std::string>(), rows.front()["samples"].get<int>(),
+        recall ? " recalled | by full prefill |" : "");
     text += fmt::format("|---|---:|---:|---:|---:|---:|---:|---:|{}\n", recall ? "---:|---:|" : "");
     for (const Json& row : rows) {
       const double ms = row["ms"].get<double>();
-      text += fmt::format("| `{}` | {:.0f} | {} | {:.2e} ± {:.0e} | {:.1e} | {:.1f} % | {} | {} |",
-                          row["arm"].get<std::string>(), row["recomputed"].get<double>(),
-                          ms > 0 ? fmt::format("{:.1f}", ms) : "", row["kl_mean"].get<double>(),
-                          row["kl_se"].get<double>(), row["kl_p99"].get<double>(), 100 * row["top1"].get<double>(),
-                          row.contains("kl_vs_rotate") ? fmt::format("{:.3f} x/÷ {:.2f}", row["kl_vs_rotate"].get<double>(),
-                                                                     row["kl_vs_rotate_se_factor"].get<double>())
-                                                       : "",
-                          row.contains("better_in") ? std::to_string(row["better_in"].get<int>()) : "");
+      text += fmt::format(
+          "| `{}` | {:.0f} | {} | {:.2e} ± {:.0e} | {:.1e} | {:.1f} % | {} | {} |", row["arm"].get<std::string>(),
+          row["recomputed"].get<double>(), ms > 0 ? fmt::format("{:.1f}", ms) : "", row["kl_mean"].get<double>(),
+          row["kl_se"].get<double>(), row["kl_p99"].get<double>(), 100 * row["top1"].get<double>(),
+          row.contains("kl_vs_rotate") ? fmt::format("{:.3f} x/÷ {:.2f}", row["kl_vs_rotate"].get<double>(),
+                                                     row["kl_vs_rotate_se_factor"].get<double>())
+                                       : "",
+          row.contains("better_in") ? std::to_string(row["better_in"].get<int>()) : "");
       if (recall) {
         text += fmt::format(" {} | {} |", row["recalled"].get<int>(), row["recalled_in_full_prefill"].get<int>());
       }

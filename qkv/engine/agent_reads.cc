@@ -124,8 +124,8 @@ Status Agent::Place(const TurnRequest& request, const std::vector<Reading>& read
     return static_cast<size_t>(card.token_ids_size()) > own.size() &&
            std::equal(own.begin(), own.end(), card.token_ids().begin());
   };
-  const bool as_heir = front.context && static_cast<size_t>(front.first_token) == own.size() &&
-                       begins_with_own(front.context->card);
+  const bool as_heir =
+      front.context && static_cast<size_t>(front.first_token) == own.size() && begins_with_own(front.context->card);
   for (size_t i = as_heir ? 1 : 0; i < readings.size(); ++i) {
     if (!readings[i].context || readings[i].read->splice.kind != SplicePolicy::Kind::kExactOnly) continue;
     *failed = i;
@@ -156,9 +156,9 @@ Status Agent::Place(const TurnRequest& request, const std::vector<Reading>& read
   result.spans_spliced = assembled.splice.spans;
   result.tokens_repaired = assembled.splice.tokens_recomputed;
   result.mode = assembled.splice.spans > 0 || assembled.splice.tokens_recomputed > 0 ? HandoffMode::kSplice
-                : any_text                                                          ? HandoffMode::kText
-                : result.bytes_copied > 0                                           ? HandoffMode::kCopy
-                                                                                    : HandoffMode::kAttach;
+                : any_text                                                           ? HandoffMode::kText
+                : result.bytes_copied > 0                                            ? HandoffMode::kCopy
+                                                                                     : HandoffMode::kAttach;
   if (assembled.chosen) result.probe_kl = assembled.probe_kl;
   for (size_t i = as_heir ? 1 : 0; i < readings.size() && result.mode == HandoffMode::kSplice; ++i) {
     if (!readings[i].context) continue;

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "qkv/engine/llama_graph.h"
 
+#include <cmath>
+
 namespace qkv {
 namespace {
 
@@ -107,6 +109,16 @@ LlamaGraph::LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logi
 
   allocator_.reset(ggml_gallocr_new(ggml_backend_cpu_buffer_type()));
   QKV_CHECK(ggml_gallocr_alloc_graph(allocator_.get(), graph_));
+}
+
+Rope RopeOf(const Model::Internal& model) {
+  const HyperParams& p = model.params;
+  Rope rope{.pairs = Rope::Pairs::kInterleaved, .frequencies = {}};
+  for (int i = 0; i < p.rope_dims / 2; ++i) {
+    const double factor = model.rope_factors == nullptr ? 1 : static_cast<const float*>(model.rope_factors->data)[i];
+    rope.frequencies.push_back(std::pow(double{p.rope_base}, -2.0 * i / p.rope_dims) * p.rope_scale / factor);
+  }
+  return rope;
 }
 
 }  // namespace qkv

@@ -13,6 +13,7 @@
 #include <memory>
 #include <span>
 
+#include "qkv/attention/attention.h"
 #include "qkv/engine/model_internal.h"
 
 namespace qkv {
@@ -56,5 +57,8 @@ class LlamaGraph {
   ggml_tensor* positions_ = nullptr;
   ggml_tensor* logits_ = nullptr;
 };
+
+// How the graph rotates queries and keys.
+Rope RopeOf(const Model::Internal& model);
 
 }  // namespace qkv

@@ -10,13 +10,13 @@
 #include <fstream>
 #include <iterator>
 
-#include "tests/process.h"
+#include "qkv/base/test_support.h"
 #include "tests/tiny_model.h"
 
 namespace qkv {
 namespace {
 
-using ::qkv::testing::TempDir;
+using ::qkv::test::TemporaryFolder;
 using ::qkv::testing::TinyModel;
 
 CodecPair Pair(std::string_view text) {
@@ -80,7 +80,7 @@ class Gate : public ::testing::Test {
     return verdict ? *verdict : QualityVerdict{};
   }
 
-  TempDir dir_;
+  TemporaryFolder dir_;
   int n_models_ = 0;
 };
 

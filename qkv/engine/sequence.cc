@@ -159,17 +159,6 @@ void MergeOp(ggml_tensor* dst, int /*ith*/, int /*nth*/, void* userdata) {
   }
 }
 
-// As llama_graph.cc rotates.
-Rope RopeOf(const Model::Internal& model) {
-  const HyperParams& p = model.params;
-  Rope rope{.pairs = Rope::Pairs::kInterleaved, .frequencies = {}};
-  for (int i = 0; i < p.rope_dims / 2; ++i) {
-    const double factor = model.rope_factors == nullptr ? 1 : static_cast<const float*>(model.rope_factors->data)[i];
-    rope.frequencies.push_back(std::pow(double{p.rope_base}, -2.0 * i / p.rope_dims) * p.rope_scale / factor);
-  }
-  return rope;
-}
-
 }  // namespace
 
 struct Sequence::Impl {
@@ -498,10 +487,6 @@ Result<SpliceResult> Sequence::Splice(std::span<const SpliceSource> sources, con
     return Err(Code::kInvalidArgument, Reason::kTooLong,
                "{} tokens in the context and {} to splice do not fit a context size of {}", before,
                tokens.size() - static_cast<size_t>(before), s.options.n_ctx);
-  }
-  if (options.budget > 0 && result.tokens_recomputed > options.budget) {
-    return Err(Code::kExhausted, Reason::kTooLong, "splicing would read {} tokens again, the budget is {}",
-               result.tokens_recomputed, options.budget);
   }
   QKV_RETURN_IF_ERROR(s.kv->Verify(s.options.n_threads));
   for (const SplicePlan& plan : plans) {

@@ -87,8 +87,8 @@ class Sequence {
   // beginning is exactly what stands here, or it is used from its start behind nothing. What is here becomes pages; tokens
   // that are to be repaired are read behind all that comes before them. Afterwards there are no logits until the next
   // Forward. Errors: Attach's, for each context; kInvalidArgument (a token out of range, repair no multiple of a page);
-  // kIncompatible/quality_gate when no token would be seen that was encoded at the start; kExhausted/too_long over the
-  // budget; kCorrupt/checksum. On error the tokens are what they were.
+  // kIncompatible/quality_gate when no token would be seen that was encoded at the start; kExhausted;
+  // kCorrupt/checksum. On error the tokens are what they were.
   Result<SpliceResult> Splice(std::span<const SpliceSource> sources, const SpliceOptions& options);
 
   // Back to what was here before the last Attach, as long as no Forward has succeeded since; else nothing happens.

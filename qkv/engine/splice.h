@@ -57,7 +57,6 @@ int FirstTokenFor(int prefix_tokens, SplicePolicy policy);
 struct SpliceOptions {
   int repair = 0;          // tokens at the start of each moved context: a multiple of kPageTokens, or kRepairAll
   bool hide_first = true;  // where it has a meaning: of a context from its start that is moved and not repaired
-  int64_t budget = 0;      // most tokens to read again; more is an error (kExhausted/too_long). 0: any number
 };
 
 struct SpliceResult {

@@ -56,9 +56,10 @@ Result<SpliceArm> ParseSpliceArm(std::string_view text) {
     arm.policy = *policy;
     return arm;
   }
-  return Err(Code::kInvalidArgument,
-             "'{}': expected rotate, hide, repair=N, full or auto, perhaps behind bos:, own: or common:; none; random=N",
-             arm.name);
+  return Err(
+      Code::kInvalidArgument,
+      "'{}': expected rotate, hide, repair=N, full or auto, perhaps behind bos:, own: or common:; none; random=N",
+      arm.name);
 }
 
 Result<std::unique_ptr<Sequence>> SpliceProbe::NewSequence(CodecPair kv) const {
@@ -184,8 +185,7 @@ Result<SpliceScore> SpliceProbe::Score(const SpliceArm& arm) {
     switch (arm.method) {
       case Method::kNone:
         for (const Context* passage : passages) {
-          QKV_RETURN_IF_ERROR(
-              AppendMoved(*sequence, *passage, 0, passage->card.token_ids_size(), /*rotate=*/false));
+          QKV_RETURN_IF_ERROR(AppendMoved(*sequence, *passage, 0, passage->card.token_ids_size(), /*rotate=*/false));
         }
         break;
       case Method::kRandom:

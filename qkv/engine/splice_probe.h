@@ -57,10 +57,10 @@ Result<SpliceArm> ParseSpliceArm(std::string_view text);
 
 struct SpliceScore {
   std::vector<TokenScore> places;  // of SpliceCase::scored
-  int64_t recomputed = 0;  // tokens of the passages
-  double ms = 0;           // from the prefix to where the prompt can be read; for auto, with its probes. 0: a control
-  double rung = -1;        // of auto: where it stopped: 0 hide, else tokens of repair (all: the passages' length)
-  double probe_kl = -1;    // of auto
+  int64_t recomputed = 0;          // tokens of the passages
+  double ms = 0;         // from the prefix to where the prompt can be read; for auto, with its probes. 0: a control
+  double rung = -1;      // of auto: where it stopped: 0 hide, else tokens of repair (all: the passages' length)
+  double probe_kl = -1;  // of auto
 };
 
 class SpliceProbe {

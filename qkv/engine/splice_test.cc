@@ -415,7 +415,6 @@ TEST(Splice, RefusesWhatDoesNotFitAndChangesNothing) {
   EXPECT_EQ(refused(context, -1, {}).code, Code::kInvalidArgument);
   EXPECT_EQ(refused(context, 32, {.repair = 16}).code, Code::kInvalidArgument);
   EXPECT_EQ(refused(context, 32, {.repair = -32}).code, Code::kInvalidArgument);
-  EXPECT_EQ(refused(context, 32, {.repair = 32, .budget = 31}).code, Code::kExhausted);
   Context other = context;
   other.card.mutable_model()->mutable_rope()->set_base(12345.0f);
   EXPECT_EQ(refused(other, 32, {}).reason, Reason::kModelMismatch);

@@ -252,7 +252,8 @@ std::vector<PlanNode> Flow::Graph() const {
         need(other);
         if (edge.kind == EdgeKind::kInherits) node.inherits = other;
         if (edge.kind == EdgeKind::kReads) node.reads.push_back(other);
-        if (edge.kind == EdgeKind::kReads && edge.splice.kind >= SplicePolicy::Kind::kHide) node.spliced.push_back(other);
+        if (edge.kind == EdgeKind::kReads && edge.splice.kind >= SplicePolicy::Kind::kHide)
+          node.spliced.push_back(other);
         if (edge.kind == EdgeKind::kText) node.read_tokens += agents[other].max_tokens;
       }
     }
