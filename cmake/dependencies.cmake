@@ -30,6 +30,8 @@ pkg_check_modules(PROMETHEUS REQUIRED IMPORTED_TARGET prometheus-cpp-pull promet
 add_library(qkv_prometheus INTERFACE)
 target_link_libraries(qkv_prometheus INTERFACE PkgConfig::PROMETHEUS)
 
+find_package(Eigen3 3.3 REQUIRED NO_MODULE)
+
 find_path(QKV_RAPIDCHECK_INCLUDE rapidcheck.h REQUIRED)
 find_library(QKV_RAPIDCHECK_LIBRARY rapidcheck REQUIRED)
 add_library(qkv_rapidcheck INTERFACE)

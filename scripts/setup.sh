@@ -34,7 +34,7 @@ fi
 packages=(build-essential cmake ninja-build pkg-config python3 python3-pip python3-venv python3-jsonschema python3-numpy python3-yaml
   libcli11-dev libfmt-dev nlohmann-json3-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler
   libxxhash-dev libsodium-dev libexpected-dev libhwy-dev libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev
-  prometheus-cpp-dev)
+  prometheus-cpp-dev libeigen3-dev)
 missing=()
 for p in "${packages[@]}"; do
   dpkg-query -W -f='${Status}' "$p" 2>/dev/null | grep -q 'ok installed' || missing+=("$p")

@@ -473,7 +473,7 @@ TEST_F(Ladder, PagesInTheOtherByteOrder) {
 // --- pages that say something else -------------------------------------------------------------------------------
 
 TEST_F(Ladder, ACodecThatHurtsThisModel) {
-  model_ = Load({.k_outlier = 1 << 12});
+  model_ = Load({.k_outlier = 1 << 12, .q_scale = 16});
   QualityGate gate(model_, {.n_threads = 1});
   admit_ = [&](const Context& context) { return gate.Admit(context); };
   Publish(Made(model_));
@@ -492,7 +492,7 @@ TEST_F(Ladder, ACodecThatDoesNotHurtIsAdmitted) {
 }
 
 TEST_F(Ladder, AContinuationThatIsNotTheExactOne) {
-  model_ = Load({.k_outlier = 1 << 12});
+  model_ = Load({.k_outlier = 1 << 12, .q_scale = 16});
   admit_ = [&](const Context& context) -> Status {
     QKV_ASSIGN_OR_RETURN(const SampleScore score, CompareContinuation(model_, context, 4, 1));
     if (score.kl_mean() <= 1e-3) return {};

@@ -35,6 +35,7 @@ struct TinyModel {
   // K's first two channels of every head are this many times as large, Q's as small: the scores are the same, bit for bit
   // for a power of two, but nothing else of a row is left when few bits have to hold it.
   float k_outlier = 1;
+  float q_scale = 1;  // of Q: how much attention depends on what is read
   std::string chat_template;
   std::string name = "tiny";
 
@@ -126,11 +127,12 @@ inline void WriteTinyModel(const TinyModel& m, const std::string& path) {
   for (int il = 0; il < m.n_layers; ++il) {
     const std::string blk = "blk." + std::to_string(il) + ".";
     add(blk + "attn_norm.weight", m.n_embd, 1, ones);
-    const auto scaled = [&, weight = noise(0.05f)](float scale) {
-      return [=](int64_t row, int64_t column) { return (row % head_dim < 2 ? scale : 1.0f) * weight(row, column); };
+    const auto scaled = [&, weight = noise(0.05f)](float scale, float outlier) {
+      return
+          [=](int64_t row, int64_t column) { return scale * (row % head_dim < 2 ? outlier : 1) * weight(row, column); };
     };
-    add(blk + "attn_q.weight", m.n_embd, m.n_embd, scaled(1 / m.k_outlier));
-    add(blk + "attn_k.weight", m.n_embd, n_kv, scaled(m.k_outlier));
+    add(blk + "attn_q.weight", m.n_embd, m.n_embd, scaled(m.q_scale, 1 / m.k_outlier));
+    add(blk + "attn_k.weight", m.n_embd, n_kv, scaled(1, m.k_outlier));
     // V: the first n_kv channels of what was read. Output: each goes back to where it came from, three times as loud.
     add(blk + "attn_v.weight", m.n_embd, n_kv,
         [&](int64_t row, int64_t column) { return row == column ? 1.0f : 0.0f; });

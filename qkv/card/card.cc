@@ -185,6 +185,7 @@ Status CheckModel(const ModelIdentity& model) {
   QKV_RETURN_IF_ERROR(CheckDigest("weights_digest", model.weights_digest()));
   QKV_RETURN_IF_ERROR(CheckDigest("tokenizer_digest", model.tokenizer_digest()));
   QKV_RETURN_IF_ERROR(CheckOptionalDigest("chat_template_digest", model.chat_template_digest()));
+  QKV_RETURN_IF_ERROR(CheckOptionalDigest("calibration_digest", model.calibration_digest()));
   QKV_RETURN_IF_ERROR(CheckCount("adapters", model.adapters_size(), kMaxAdapters));
   for (const auto& adapter : model.adapters()) {
     QKV_RETURN_IF_ERROR(CheckDigest("digest of an adapter", adapter.digest()));

@@ -23,5 +23,6 @@ void AddInspect(CLI::App& app, int& status);
 void AddVerify(CLI::App& app, int& status);
 void AddBench(CLI::App& app, int& status);
 void AddEval(CLI::App& app, int& status);
+void AddCalibrate(CLI::App& app, int& status);
 
 }  // namespace qkv::cli

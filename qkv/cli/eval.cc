@@ -20,6 +20,7 @@
 #include "qkv/cli/options.h"
 #include "qkv/cli/progress.h"
 #include "qkv/cli/temp_dir.h"
+#include "qkv/engine/calibration.h"
 #include "qkv/engine/quality_codecs.h"
 #include "qkv/engine/quality_probe.h"
 
@@ -31,6 +32,7 @@ using Json = nlohmann::ordered_json;
 constexpr CodecPair kExact = {CodecId::kF16, CodecId::kF16};
 constexpr char kLike[] = "like:";
 constexpr char kTokens[] = "tokens:";
+constexpr char kBalanced[] = "bal:";
 constexpr char kPeer[] = "llama.cpp:";
 constexpr char kNoise[] = "(noise)";
 
@@ -42,6 +44,7 @@ struct Options {
   std::string weights = "f32";
   std::string peer = "none";
   std::string resume;
+  std::string calibration;  // empty: beside the model
   EvalShape shape;
   std::vector<std::string> arms;
   int hops = 8;
@@ -57,7 +60,9 @@ struct Column {
   enum class Kind { kOurs, kPeer, kNoise };
   Kind kind = Kind::kOurs;
   std::string name;
+  std::string key;  // in the log: the name, and the calibration's digest
   ProbeCodec codec;
+  bool balanced = false;
   std::string peer_type;
   double known_bits = 0;  // of codecs that are not ours
 };
@@ -116,7 +121,9 @@ class Evaluation {
         }
         probe_options_.importance |= column.codec.groups->by == TokenGroups::By::kAttention;
       } else {
-        QKV_ASSIGN_OR_RETURN(column.codec.kv, ParseCodecPair(kv));
+        column.balanced = kv.starts_with(kBalanced);
+        QKV_ASSIGN_OR_RETURN(column.codec.kv,
+                             ParseCodecPair(column.balanced ? kv.substr(std::size(kBalanced) - 1) : kv));
       }
       columns_.push_back(std::move(column));
     }
@@ -126,7 +133,10 @@ class Evaluation {
                    "--peer goes with the protocols handoff, all, copy and passkey, not with '{}'", options_.protocol);
       }
       for (const char* type : {"q8_0", "q4_0"}) {
-        columns_.push_back({Column::Kind::kPeer, std::string(kPeer) + type, {}, type, LikeGgmlBits(type)});
+        columns_.push_back({.kind = Column::Kind::kPeer,
+                            .name = std::string(kPeer) + type,
+                            .peer_type = type,
+                            .known_bits = LikeGgmlBits(type)});
       }
     }
     if (options_.protocol == "handoff") {
@@ -138,18 +148,32 @@ class Evaluation {
   Status LoadModels() {
     QKV_ASSIGN_OR_RETURN(std::string path, FindModel(options_.model));
     TempDir temporary;
+    // Errors about what was given, not about a copy of it; and the calibration is the given one's.
+    QKV_ASSIGN_OR_RETURN(model_, Model::Load(path));
+    if (std::ranges::any_of(columns_, &Column::balanced)) {
+      QKV_ASSIGN_OR_RETURN(Calibration calibration,
+                           Calibration::Read(*model_, options_.calibration.empty() ? Calibration::PathFor(*model_)
+                                                                                   : options_.calibration));
+      calibration_ = std::make_shared<const Calibration>(std::move(calibration));
+    }
     if (options_.weights == "f32") {
-      QKV_RETURN_IF_ERROR(Model::Load(path));  // errors about what was given, not about a copy of it
       QKV_ASSIGN_OR_RETURN(temporary, TempDir::Create());
       const std::string copy = temporary.path() + "/f32.gguf";
       QKV_RETURN_IF_ERROR(WriteRequantizedModel(path, "f32", copy));
       path = copy;
     }
-    QKV_ASSIGN_OR_RETURN(model_, Model::Load(path));  // stays mapped when the file goes
+    if (options_.weights == "f32") {
+      QKV_ASSIGN_OR_RETURN(model_, Model::Load(path));  // stays mapped when the file goes
+    }
     if (options_.peer != "none") {
       QKV_ASSIGN_OR_RETURN(peer_, Peer::Load(path));
     }
     for (Column& column : columns_) {
+      column.key = column.name;
+      if (column.balanced) {
+        column.codec.calibration = calibration_;
+        column.key += "@" + calibration_->digest_text();
+      }
       if (!column.name.starts_with(kLike)) continue;
       column.codec.transform = LikeGgml(column.name.substr(std::size(kLike) - 1), model_->params().head_dim);
       if (!column.codec.transform) {
@@ -216,7 +240,7 @@ class Evaluation {
     std::unique_ptr<PeerProbe> peer;
     for (const Column& column : columns_) {
       Step();
-      if (log_.Find(column.name, i, "") != nullptr) continue;
+      if (log_.Find(column.key, i, "") != nullptr) continue;
       EvalScore score;
       if (column.kind == Column::Kind::kPeer) {
         if (peer == nullptr) {
@@ -239,7 +263,7 @@ class Evaluation {
         }
       }
       if (column.known_bits > 0) score.bits_per_value = score.file_bits = column.known_bits;
-      QKV_RETURN_IF_ERROR(log_.Add(column.name, i, "", std::move(score)));
+      QKV_RETURN_IF_ERROR(log_.Add(column.key, i, "", std::move(score)));
     }
     return {};
   }
@@ -264,8 +288,8 @@ class Evaluation {
       Step();
       bool known = true;
       for (int hop = 0; hop < options_.hops; ++hop) {
-        known = known && log_.Find(column.name, i, HopName("chain", hop)) &&
-                log_.Find(column.name, i, HopName("once", hop));
+        known =
+            known && log_.Find(column.key, i, HopName("chain", hop)) && log_.Find(column.key, i, HopName("once", hop));
       }
       if (known) continue;
       if (probe == nullptr) {
@@ -279,9 +303,9 @@ class Evaluation {
         score.bits_per_value = column.known_bits > 0 ? column.known_bits : size.bits_per_value;
         score.file_bits = column.known_bits > 0 ? column.known_bits : size.file_bits;
         score.score = std::move(scores.single[hop]);
-        QKV_RETURN_IF_ERROR(log_.Add(column.name, i, HopName("once", hop), score));
+        QKV_RETURN_IF_ERROR(log_.Add(column.key, i, HopName("once", hop), score));
         score.score = std::move(scores.chain[hop]);
-        QKV_RETURN_IF_ERROR(log_.Add(column.name, i, HopName("chain", hop), std::move(score)));
+        QKV_RETURN_IF_ERROR(log_.Add(column.key, i, HopName("chain", hop), std::move(score)));
       }
     }
     return {};
@@ -297,7 +321,7 @@ class Evaluation {
     bool right_ref = false;
     for (const Column& column : columns_) {
       Step();
-      if (log_.Find(column.name, i, "") != nullptr) continue;
+      if (log_.Find(column.key, i, "") != nullptr) continue;
       const auto answer_over = [&](const ProbeCodec& codec) {
         return GreedyOver(model_, prompt, sample.tokens.back(), codec, options_.max_tokens, probe_options_);
       };
@@ -317,7 +341,7 @@ class Evaluation {
       QKV_ASSIGN_OR_RETURN(const auto answer, answer_over(column.codec));
       score.answer_right = LastNumber(vocab.Text(answer)) == sample.answer;
       score.answer_right_ref = right_ref;
-      QKV_RETURN_IF_ERROR(log_.Add(column.name, i, "", std::move(score)));
+      QKV_RETURN_IF_ERROR(log_.Add(column.key, i, "", std::move(score)));
     }
     return {};
   }
@@ -391,11 +415,11 @@ class Evaluation {
     for (int hop = 0; hop < (hops ? options_.hops : 1); ++hop) {
       std::optional<std::vector<EvalScore>> first;
       for (const Column& column : columns_) {
-        const auto scores = log_.All(column.name, n, hops ? HopName("chain", hop) : "");
+        const auto scores = log_.All(column.key, n, hops ? HopName("chain", hop) : "");
         QKV_CHECK(scores.has_value());
         Json row{{"kv", column.name}};
         if (hops) {
-          const auto once = log_.All(column.name, n, HopName("once", hop));
+          const auto once = log_.All(column.key, n, HopName("once", hop));
           row["hop"] = hop + 1;
           row.update(RowOf(*scores, &*once));
           const Json alone = RowOf(*once, nullptr);
@@ -415,6 +439,7 @@ class Evaluation {
   const Options& options_;
   std::vector<Column> columns_;
   std::shared_ptr<const Model> model_;
+  std::shared_ptr<const Calibration> calibration_;
   std::unique_ptr<Peer> peer_;
   ProbeOptions probe_options_;
   std::vector<EvalSample> samples_;
@@ -532,11 +557,16 @@ void AddEval(CLI::App& app, int& status) {
   command
       ->add_option("--kv", options->kv,
                    "codecs to measure, as elsewhere; also like:q8_0 and like:q4_0, libllama's cache types simulated in "
-                   "this engine; and tokens:attention/20/8/4 (or random, or 8/drop): the 20 % of the tokens with most "
+                   "this engine; bal:CODEC, behind the matrices that 'calibrate' made; and tokens:attention/20/8/4 (or "
+                   "random, or 8/drop): the 20 % of the tokens with most "
                    "attention in one codec, the others in another or nowhere")
       ->capture_default_str()
       ->type_name("CODEC");
   AddRefineOption(*command, options->refine);
+  command
+      ->add_option("--calibration", options->calibration,
+                   "for bal: the file that 'calibrate' made (default: beside the model)")
+      ->type_name("FILE");
   command
       ->add_option(
           "--protocol", options->protocol,

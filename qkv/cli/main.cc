@@ -36,6 +36,7 @@ int main(int argc, char** argv) {
   qkv::cli::AddRelease(app, status);
   qkv::cli::AddBench(app, status);
   qkv::cli::AddEval(app, status);
+  qkv::cli::AddCalibrate(app, status);
   qkv::cli::AddAgentWorker(app, status);
 
   try {

@@ -17,6 +17,7 @@
 
 #include "qkv/broker/server.h"
 #include "qkv/cli/progress.h"
+#include "qkv/engine/calibration.h"
 #include "qkv/engine/preset.h"
 
 namespace qkv::cli {
@@ -70,6 +71,10 @@ void ModelOptions::AddTo(CLI::App& app) {
       ->check(CLI::Range(1.0, 16.0))
       ->excludes(kv_option);
   AddRefineOption(app, refine);
+  app.add_flag(
+      "--bal", balanced,
+      "multiply keys by the matrices that 'qkvshare calibrate' made for this model: less loss at the same bits, for "
+      "readers that do the same; such contexts can't be spliced");
 }
 
 void AddRefineOption(CLI::App& app, double& refine) {
@@ -194,6 +199,10 @@ Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::
   sequence.trace = trace;
   sequence.refine = options.refine;
   QKV_ASSIGN_OR_RETURN(sequence.kv, ChooseCodecs(options, model.get()));
+  if (options.balanced) {
+    QKV_ASSIGN_OR_RETURN(Calibration calibration, Calibration::Read(*model, Calibration::PathFor(*model)));
+    sequence.calibration = std::make_shared<const Calibration>(std::move(calibration));
+  }
   sequence.on_progress = [bar = std::make_shared<Progress>("reading")](size_t done, size_t total) {
     bar->Update(done, total);
   };

@@ -20,7 +20,8 @@ struct ModelOptions {
   int n_threads = 0;  // 0: all cores
   int n_batch = 512;
   std::string kv = "i8";
-  double kv_bits = 0;  // > 0: the best pair within it, instead of `kv`
+  bool balanced = false;  // with the calibration beside the model
+  double kv_bits = 0;     // > 0: the best pair within it, instead of `kv`
   double refine = kDefaultRefine;
 
   void AddTo(CLI::App& app);

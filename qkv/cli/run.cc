@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "qkv/cli/commands.h"
+#include "qkv/cli/flow_gate.h"
 #include "qkv/cli/flow_screen.h"
 #include "qkv/cli/options.h"
 #include "qkv/cli/output_file.h"
@@ -27,6 +28,7 @@ struct Options {
   int n_threads = 0;
   std::string kv;
   double refine = kDefaultRefine;
+  QualityFlags quality;
   std::string socket;
   std::string mode = "handoff";
   std::vector<std::string> inputs;
@@ -86,6 +88,7 @@ Result<int> Run(const Options& options) {
     QKV_ASSIGN_OR_RETURN(run.kv, ParseCodecPair(options.kv));
   }
   run.refine = options.refine;
+  if (options.compare || run.mode == FlowMode::kHandoff) QKV_RETURN_IF_ERROR(GateFlow(options.quality, flow, run));
   run.socket = options.socket;
   run.trace = !options.trace_file.empty();
   run.jobs = options.jobs;
@@ -173,6 +176,7 @@ void AddRun(CLI::App& app, int& status) {
       ->check(CLI::Range(1, 256));
   command->add_option("--kv", options->kv, "without --compare: codec of the pages")->type_name("CODEC");
   AddRefineOption(*command, options->refine);
+  options->quality.AddTo(*command, /*reads_pages=*/false);
   command->add_option("--socket", options->socket, "an existing broker's socket (default: one of its own)")
       ->type_name("PATH");
   command->footer("Example: qkvshare run examples/writer_editor.yaml --compare --json report.json");

@@ -335,7 +335,7 @@ Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, Tu
     if (attached) attached = sequence_->Attach(context);
     result.attach_ms = MsSince(start);
     if (!attached) {
-      result.steps_down.front().mismatches = CompareCard(card, model_->identity());
+      result.steps_down.front().mismatches = CompareCard(card, sequence_->identity());
       return attached;
     }
     QKV_RETURN_IF_ERROR(CheckRoom(request, sequence_->tokens().size(), tokens.size()));

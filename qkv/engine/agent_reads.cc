@@ -206,7 +206,7 @@ Status Agent::ReadBehindPrefix(const TurnRequest& request, TurnResult& result) {
       return placed;
     }
     Reading& reading = readings[failed];
-    const auto mismatches = CompareCard(reading.context->card, model_->identity());
+    const auto mismatches = CompareCard(reading.context->card, sequence_->identity());
     StepDownToText(WantedFor(request, failed), placed.error(), result);
     result.steps_down.back().mismatches = mismatches;
     let_go({reading.context->lease});

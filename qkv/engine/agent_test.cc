@@ -222,6 +222,26 @@ TEST_F(AgentTest, WhatCannotBeSplicedIsReadAsTextWithTheReason) {
   }
 }
 
+TEST_F(AgentTest, WhatIsNotAdmittedIsReadAsText) {
+  Published("one", 0, 40);
+  Published("two", 99, 50);
+  int asked = 0;
+  auto agent = NewAgent();
+  agent.AdmitBy([&](const Context&) -> Status {
+    ++asked;
+    return Err(Code::kIncompatible, Reason::kQualityGate, "not good enough");
+  });
+  const auto result = agent.Run(ReadsTwo());
+  ASSERT_TRUE(result) << result.error().message;
+  EXPECT_EQ(asked, 2);
+  EXPECT_EQ(result->mode, HandoffMode::kText);
+  EXPECT_EQ(result->reason, Reason::kQualityGate);
+  EXPECT_EQ(result->tokens_reused, 0);
+  TurnRequest cold = ReadsTwo();
+  for (ContextToRead& read : cold.reads) read.context.clear();
+  EXPECT_EQ(result->logits_digest, NewAgent().Run(cold)->logits_digest);
+}
+
 TEST_F(AgentTest, AContextThatTurnsOutBadIsReadAsTextAsInAColdRun) {
   Published("one", 0, 40);
   // Its card promises a model that its segment is not of.

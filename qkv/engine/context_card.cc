@@ -70,9 +70,10 @@ std::string CpuFeatures() {
 
 }  // namespace
 
-Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& model, int n_ctx) {
+Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& model, const ModelIdentity& identity,
+                                         int n_ctx) {
   const CacheCard& card = context.card;
-  QKV_RETURN_IF_ERROR(CheckCompatible(card, model.identity()));
+  QKV_RETURN_IF_ERROR(CheckCompatible(card, identity));
   if (static_cast<int>(context.segments.size()) != card.segments_size()) {
     return Err(Code::kCorrupt, Reason::kChecksum, "context '{}' came with {} segments, its card names {}", card.id(),
                context.segments.size(), card.segments_size());
@@ -123,7 +124,7 @@ Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& mo
   return spans;
 }
 
-Context DescribeContext(const std::vector<SegmentSpan>& spans, const Model& model, CodecPair kv,
+Context DescribeContext(const std::vector<SegmentSpan>& spans, const ModelIdentity& identity, CodecPair kv,
                         std::span<const Token> tokens, std::span<const std::string> parents,
                         const Sequence::PublishInfo& info) {
   Context context;
@@ -135,7 +136,7 @@ Context DescribeContext(const std::vector<SegmentSpan>& spans, const Model& mode
   card.mutable_producer()->set_pid(::getpid());
   card.mutable_producer()->set_program("qkvshare");
   card.mutable_producer()->set_agent(info.agent);
-  *card.mutable_model() = model.identity();
+  *card.mutable_model() = identity;
   auto* format = card.mutable_format();
   format->set_segment_version(kSegmentVersion);
   format->set_page_tokens(kPageTokens);

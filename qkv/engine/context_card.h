@@ -15,13 +15,14 @@
 
 namespace qkv {
 
-// What a context's card says about its pages, checked against the model and the segments: the card comes from anybody.
+// What a context's card says about its pages, checked against the model (by `identity`, Sequence::identity) and the segments: the card comes from anybody.
 // Errors: CheckCompatible's; kCorrupt/checksum when segments are not those that the card names, or spans or refinements do
 // not match their pages; kIncompatible/model_mismatch; kInvalidArgument/too_long beyond n_ctx tokens.
-Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& model, int n_ctx);
+Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& model, const ModelIdentity& identity,
+                                         int n_ctx);
 
 // The card of these spans, which hold the first of `tokens`, with their segments. `kv`: of the newest pages.
-Context DescribeContext(const std::vector<SegmentSpan>& spans, const Model& model, CodecPair kv,
+Context DescribeContext(const std::vector<SegmentSpan>& spans, const ModelIdentity& identity, CodecPair kv,
                         std::span<const Token> tokens, std::span<const std::string> parents,
                         const Sequence::PublishInfo& info);
 

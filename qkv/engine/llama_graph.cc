@@ -4,11 +4,13 @@
 
 #include <cmath>
 
+#include "qkv/engine/calibration.h"
+
 namespace qkv {
 namespace {
 
 constexpr int kRopeInterleaved = 0;  // ggml's mode for pairs (2i, 2i + 1), as GGUF's "llama" stores them
-constexpr size_t kNodesPerLayer = 40;
+constexpr size_t kNodesPerLayer = 48;
 
 void AddOffsetsOp(ggml_tensor* dst, int ith, int nth, void* userdata) {
   const ggml_tensor* x = dst->src[1];
@@ -28,13 +30,21 @@ ggml_tensor* RmsNorm(ggml_context* ctx, ggml_tensor* x, ggml_tensor* weight, flo
   return ggml_mul(ctx, ggml_rms_norm(ctx, x, eps), weight);
 }
 
+// Each head of x, [head_dim, heads, n], by its KV head's matrix.
+ggml_tensor* ByHead(ggml_context* ctx, std::span<const float> matrices, int n_kv_heads, ggml_tensor* x) {
+  ggml_tensor* m = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[0], n_kv_heads);
+  m->data = const_cast<float*>(matrices.data());  // only read
+  return ggml_cont(ctx, ggml_permute(ctx, ggml_mul_mat(ctx, m, ggml_permute(ctx, x, 0, 2, 1, 3)), 0, 2, 1, 3));
+}
+
 ggml_tensor* LastRow(ggml_context* ctx, ggml_tensor* x) {
   return ggml_view_2d(ctx, x, x->ne[0], 1, x->nb[1], x->nb[1] * (x->ne[1] - 1));
 }
 
 }  // namespace
 
-LlamaGraph::LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logits, std::span<const LayerOps> ops)
+LlamaGraph::LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logits, std::span<const LayerOps> ops,
+                       const Calibration* calibration)
     : n_tokens_(n_tokens), all_logits_(all_logits) {
   const HyperParams& p = model.params;
   const size_t max_nodes = kNodesPerLayer * p.n_layers + 64;
@@ -79,6 +89,10 @@ LlamaGraph::LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logi
     }
     q = rope(q);
     k = rope(k);
+    if (calibration != nullptr) {
+      q = ByHead(ctx, calibration->query_matrices(il), p.n_kv_heads, q);
+      k = ByHead(ctx, calibration->key_matrices(il), p.n_kv_heads, k);
+    }
 
     ggml_tensor* append_args[] = {k, v};
     ggml_tensor* appended = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, append_args, 2, ops[il].append,

@@ -17,6 +17,10 @@
 #include "qkv/engine/model_internal.h"
 
 namespace qkv {
+class Calibration;
+}
+
+namespace qkv {
 
 // What a layer's custom operations call, each on all of ggml's threads, with a barrier between them: `append` stores the new
 // K and V rows, `attend` fills in the output (or partial results), `merge` finishes it in place.
@@ -29,8 +33,10 @@ struct LayerOps {
 
 class LlamaGraph {
  public:
-  // logits of the last token only, unless all_logits. `ops` per layer; their userdata must outlive the graph.
-  LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logits, std::span<const LayerOps> ops);
+  // logits of the last token only, unless all_logits. `ops` per layer; their userdata must outlive the graph, as must
+  // `calibration`, which may be null: K and Q come to the operations multiplied by its matrices.
+  LlamaGraph(const Model::Internal& model, int n_tokens, bool all_logits, std::span<const LayerOps> ops,
+             const Calibration* calibration = nullptr);
 
   int n_tokens() const { return n_tokens_; }
   bool all_logits() const { return all_logits_; }

@@ -64,11 +64,12 @@ void PagedKv::AlignedFree::operator()(std::byte* p) const {
 }
 
 PagedKv::PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest,
-                 bool use_refinement, Trace* trace)
+                 bool use_refinement, Trace* trace, const std::array<uint8_t, 16>& calibration_digest)
     : geometry_(geometry),
       encoder_of_kv_(geometry, kv),
       use_refinement_(use_refinement),
       model_digest_(model_digest),
+      calibration_digest_(calibration_digest),
       trace_(trace),
       f16_layout_(geometry, kTailCodecs),
       encoder_([this] { EncoderMain(); }) {}
@@ -157,6 +158,7 @@ void PagedKv::TakeConstantsOfRecords() {
   const auto rotated = std::ranges::find_if(record_refs_, [](const PageRef& ref) { return ref.constants != nullptr; });
   if (rotated == record_refs_.end()) return;
   constants_.emplace(geometry_);
+  constants_->calibration_digest = calibration_digest_;
   std::memcpy(constants_->halves.data(), rotated->constants, constants_->layout.bytes);
   constants_fixed_ = true;
 }
@@ -621,6 +623,7 @@ PagedKv::Encoded PagedKv::Encode(const Job& job) {
   if (!job.constants_of.empty()) {
     // Token 0 is among them unless there are pages before.
     constants_ = ConstantsOf(geometry_, job.constants_of, job.first_position == 0);
+    constants_->calibration_digest = calibration_digest_;
   }
   if (writer_ != nullptr &&
       (!writer_->Fits(encoder.base()) || (encoder.kv().refine && !refinement_writer_->Fits(kRefinementCodecs)))) {

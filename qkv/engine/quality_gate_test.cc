@@ -95,7 +95,7 @@ TEST_F(Gate, AHealthyModelKeepsWhatItWasAskedFor) {
 }
 
 TEST_F(Gate, OutliersInAHeadLiftTheCodecUntilItIsWithinItsBound) {
-  auto gate = NewGate(Load({.k_outlier = 1 << 12}));
+  auto gate = NewGate(Load({.k_outlier = 1 << 12, .q_scale = 16}));
   const auto choice = gate.Choose(Pair("i4"));
   ASSERT_TRUE(choice) << choice.error().message;
   EXPECT_GT(choice->verdicts.size(), 1u) << choice->verdicts.front().Describe();
@@ -107,7 +107,7 @@ TEST_F(Gate, OutliersInAHeadLiftTheCodecUntilItIsWithinItsBound) {
 
 TEST_F(Gate, TheOutliersAreNotSeenInFullPrecision) {
   const auto logits = [&](float k_outlier) {
-    const auto model = Load({.k_outlier = k_outlier});
+    const auto model = Load({.k_outlier = k_outlier, .q_scale = 16});
     const auto sequence = *Sequence::Create(model, {.n_ctx = 64, .n_threads = 1});
     const std::vector<Token> tokens = {1, 70, 80, 90, 300, 71};
     EXPECT_TRUE(sequence->Forward(tokens));
@@ -158,7 +158,7 @@ TEST_F(Gate, ADamagedEntryIsMeasuredAnew) {
 
 TEST_F(Gate, AContextIsRefusedForItsPages) {
   for (const float k_outlier : {1.0f, static_cast<float>(1 << 12)}) {
-    const auto model = Load({.k_outlier = k_outlier});
+    const auto model = Load({.k_outlier = k_outlier, .q_scale = 16});
     const auto sequence = *Sequence::Create(model, {.n_ctx = 64, .n_threads = 1, .kv = Pair("i4")});
     ASSERT_TRUE(sequence->Forward(std::vector<Token>(40, 70)));
     const auto context = sequence->Publish({});
@@ -174,7 +174,7 @@ TEST_F(Gate, AContextIsRefusedForItsPages) {
 
 TEST_F(Gate, AContinuationOverExactPagesIsTheSame) {
   for (const char* kv : {"f16", "i4"}) {
-    const auto model = Load({.k_outlier = 1 << 12});
+    const auto model = Load({.k_outlier = 1 << 12, .q_scale = 16});
     const auto sequence = *Sequence::Create(model, {.n_ctx = 128, .n_threads = 1, .kv = Pair(kv)});
     std::vector<Token> tokens;
     for (int i = 0; i < 70; ++i) tokens.push_back(3 + (i * 37) % 256);

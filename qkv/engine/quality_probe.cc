@@ -15,12 +15,13 @@ namespace {
 constexpr CodecPair kExact = {CodecId::kF16, CodecId::kF16};
 
 Result<std::unique_ptr<Sequence>> NewSequence(const std::shared_ptr<const Model>& model, const ProbeOptions& options,
-                                              CodecPair kv, size_t n_ctx, bool pages_at_once = false) {
+                                              const ProbeCodec& codec, size_t n_ctx, bool pages_at_once = false) {
   SequenceOptions sequence;
   sequence.n_ctx = static_cast<int>(n_ctx);
   sequence.n_threads = options.n_threads;
   sequence.n_batch = options.n_batch;
-  sequence.kv = kv;
+  sequence.kv = codec.kv;
+  sequence.calibration = codec.calibration;
   if (pages_at_once) sequence.tail_budget_bytes = 0;
   sequence.refine = options.refine;
   sequence.on_progress = options.on_progress;
@@ -137,7 +138,7 @@ Result<std::unique_ptr<HandoffProbe>> HandoffProbe::Read(std::shared_ptr<const M
     QKV_RETURN_IF_ERROR(reader->Forward(prefix));
     probe->importance_ = mass.importance();
   }
-  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(probe->model_, options, kExact, tokens.size()));
+  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(probe->model_, options, {kExact, {}}, tokens.size()));
   QKV_RETURN_IF_ERROR(sequence->Forward(prefix));
   QKV_ASSIGN_OR_RETURN(probe->exact_, sequence->Publish({}));
   QKV_ASSIGN_OR_RETURN(auto logits, AllLogits(*sequence, probe->scored_));
@@ -150,7 +151,7 @@ Result<ProbeResult> HandoffProbe::ScoreGroups(const TokenGroups& groups) const {
   std::vector<float> importance = importance_;
   if (groups.by == TokenGroups::By::kRandom) importance = RandomImportance(n_prefix);
   QKV_CHECK(importance.size() == static_cast<size_t>(n_prefix));  // else ProbeOptions::importance was not set
-  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, kExact, n_prefix + scored_.size()));
+  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, {kExact, {}}, n_prefix + scored_.size()));
   QKV_RETURN_IF_ERROR(sequence->Attach(exact_));
   QKV_RETURN_IF_ERROR(sequence->Regroup(importance, groups.share, groups.high, groups.low));
   ProbeResult result;
@@ -168,7 +169,7 @@ Result<ProbeResult> HandoffProbe::ScoreGroups(const TokenGroups& groups) const {
 Result<ProbeResult> HandoffProbe::Score(const ProbeCodec& codec) const {
   if (codec.groups) return ScoreGroups(*codec.groups);
   const size_t n_ctx = exact_.card.token_ids_size() + scored_.size();
-  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, codec.kv, n_ctx));
+  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, codec, n_ctx));
   QKV_ASSIGN_OR_RETURN(const Context context, HandOver(*sequence, exact_, codec.transform));
   ProbeResult result;
   result.size = SizeOf(context);
@@ -196,7 +197,7 @@ Result<SampleScore> HandoffProbe::NoiseFloor() const {
 
 Result<Context> ReadExact(const std::shared_ptr<const Model>& model, std::span<const Token> tokens,
                           const ProbeOptions& options) {
-  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model, options, kExact, tokens.size()));
+  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model, options, {kExact, {}}, tokens.size()));
   QKV_RETURN_IF_ERROR(sequence->Forward(tokens));
   return sequence->Publish({});
 }
@@ -204,7 +205,7 @@ Result<Context> ReadExact(const std::shared_ptr<const Model>& model, std::span<c
 Result<std::vector<Token>> GreedyOver(const std::shared_ptr<const Model>& model, const Context& exact, Token token,
                                       const ProbeCodec& codec, int max_tokens, const ProbeOptions& options) {
   const size_t n_ctx = static_cast<size_t>(exact.card.token_ids_size()) + max_tokens + 1;
-  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model, options, codec.kv, n_ctx));
+  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model, options, codec, n_ctx));
   QKV_RETURN_IF_ERROR(HandOver(*sequence, exact, codec.transform));
   const Vocab vocab(*model);
   Sampler greedy({});
@@ -225,15 +226,15 @@ Result<std::unique_ptr<PagesProbe>> PagesProbe::Read(std::shared_ptr<const Model
   probe->model_ = std::move(model);
   probe->options_ = options;
   probe->tokens_.assign(tokens.begin(), tokens.end());
-  QKV_ASSIGN_OR_RETURN(auto logits, probe->Logits(kExact, nullptr));
+  QKV_ASSIGN_OR_RETURN(auto logits, probe->Logits({kExact, {}}, nullptr));
   probe->reference_ = std::make_unique<ReferenceLogits>(std::move(logits), probe->model_->params().n_vocab);
   return probe;
 }
 
-Result<std::vector<float>> PagesProbe::Logits(CodecPair kv, ProbeResult* result) const {
+Result<std::vector<float>> PagesProbe::Logits(const ProbeCodec& codec, ProbeResult* result) const {
   const auto read = std::span(tokens_).first(tokens_.size() - 1);
   const size_t half = read.size() / 2;
-  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, kv, read.size(), /*pages_at_once=*/true));
+  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, codec, read.size(), /*pages_at_once=*/true));
   QKV_RETURN_IF_ERROR(sequence->Forward(read.first(half)));
   QKV_ASSIGN_OR_RETURN(auto logits, AllLogits(*sequence, read.subspan(half)));
   if (result != nullptr) {
@@ -248,7 +249,7 @@ Result<std::vector<float>> PagesProbe::Logits(CodecPair kv, ProbeResult* result)
 Result<ProbeResult> PagesProbe::Score(const ProbeCodec& codec) const {
   if (codec.transform) return Err(Code::kInvalidArgument, "protocol 'all' measures pages, not simulated codecs");
   ProbeResult result;
-  QKV_ASSIGN_OR_RETURN(const auto logits, Logits(codec.kv, &result));
+  QKV_ASSIGN_OR_RETURN(const auto logits, Logits(codec, &result));
   result.score = reference_->ScoreAll(logits, std::span(tokens_).last(reference_->rows()));
   return result;
 }
@@ -268,7 +269,7 @@ Result<std::unique_ptr<HopsProbe>> HopsProbe::Read(std::shared_ptr<const Model> 
   probe->n_prefix_ = n_prefix;
   probe->n_hops_ = n_hops;
   probe->hop_tokens_ = static_cast<int>((tokens.size() - n_prefix - 1) / n_hops);
-  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(probe->model_, options, kExact, tokens.size()));
+  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(probe->model_, options, {kExact, {}}, tokens.size()));
   QKV_RETURN_IF_ERROR(sequence->Forward(tokens.first(n_prefix)));
   for (int hop = 0; hop < n_hops; ++hop) {
     QKV_ASSIGN_OR_RETURN(Context context, sequence->Publish({}));
@@ -281,16 +282,16 @@ Result<std::unique_ptr<HopsProbe>> HopsProbe::Read(std::shared_ptr<const Model> 
 
 Result<HopScores> HopsProbe::Score(const ProbeCodec& codec, KvSize& size) const {
   HopScores scores;
-  QKV_ASSIGN_OR_RETURN(auto sequence, NewSequence(model_, options_, codec.kv, tokens_.size()));
+  QKV_ASSIGN_OR_RETURN(auto sequence, NewSequence(model_, options_, codec, tokens_.size()));
   QKV_ASSIGN_OR_RETURN(Context context, HandOver(*sequence, exact_[0], codec.transform));
   for (int hop = 0; hop < n_hops_; ++hop) {
-    QKV_ASSIGN_OR_RETURN(sequence, NewSequence(model_, options_, codec.kv, tokens_.size()));
+    QKV_ASSIGN_OR_RETURN(sequence, NewSequence(model_, options_, codec, tokens_.size()));
     QKV_RETURN_IF_ERROR(sequence->Attach(context));
     QKV_ASSIGN_OR_RETURN(const auto chained, AllLogits(*sequence, HopTokens(hop, 0)));
     scores.chain.push_back(references_[hop].ScoreAll(chained, HopTokens(hop, 1)));
     QKV_ASSIGN_OR_RETURN(context, sequence->Publish({}));
 
-    QKV_ASSIGN_OR_RETURN(const auto once, NewSequence(model_, options_, codec.kv, tokens_.size()));
+    QKV_ASSIGN_OR_RETURN(const auto once, NewSequence(model_, options_, codec, tokens_.size()));
     QKV_RETURN_IF_ERROR(HandOver(*once, exact_[hop], codec.transform));
     QKV_ASSIGN_OR_RETURN(const auto alone, AllLogits(*once, HopTokens(hop, 0)));
     scores.single.push_back(references_[hop].ScoreAll(alone, HopTokens(hop, 1)));

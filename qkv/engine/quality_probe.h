@@ -47,12 +47,13 @@ struct ProbeResult {
   double decode_ns = 0;
 };
 
-// What a codec is asked for: pages of `kv`; with `transform`, rows that went through it first (CopyExact); or, instead of
+// What a codec is asked for: pages of `kv`, behind a calibration's matrices if there is one; with `transform`, rows that went through it first (CopyExact); or, instead of
 // both, pages of two codecs (Regroup; protocol `handoff` only).
 struct ProbeCodec {
   CodecPair kv;
   Sequence::RowTransform transform;
   std::optional<TokenGroups> groups = {};
+  std::shared_ptr<const Calibration> calibration = {};
 };
 
 // Protocol `handoff`: a prefix is read exactly, once; published in one codec after the other; and what follows is read
@@ -92,7 +93,7 @@ class PagesProbe {
 
  private:
   PagesProbe() = default;
-  Result<std::vector<float>> Logits(CodecPair kv, ProbeResult* result) const;
+  Result<std::vector<float>> Logits(const ProbeCodec& codec, ProbeResult* result) const;
 
   std::shared_ptr<const Model> model_;
   ProbeOptions options_;

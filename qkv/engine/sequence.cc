@@ -13,6 +13,7 @@
 #include <optional>
 #include <utility>
 
+#include "qkv/engine/calibration.h"
 #include "qkv/engine/context_card.h"
 #include "qkv/engine/llama_graph.h"
 #include "qkv/engine/model_internal.h"
@@ -164,6 +165,7 @@ void MergeOp(ggml_tensor* dst, int /*ith*/, int /*nth*/, void* userdata) {
 struct Sequence::Impl {
   std::shared_ptr<const Model> model;
   SequenceOptions options;
+  ModelIdentity identity;  // the model's, and the calibration's digest
   std::unique_ptr<ggml_threadpool, ThreadpoolFree> pool;
   std::unique_ptr<PagedKv> kv;
   std::vector<Token> tokens;
@@ -199,7 +201,8 @@ struct Sequence::Impl {
 
   std::unique_ptr<PagedKv> NewKv() const {
     return std::make_unique<PagedKv>(model->geometry(), options.kv, model->weights_digest(), options.refine > 0,
-                                     options.trace);
+                                     options.trace,
+                                     options.calibration ? options.calibration->digest() : std::array<uint8_t, 16>{});
   }
   void UseKv(std::unique_ptr<PagedKv> other) {
     kv = std::move(other);
@@ -210,14 +213,15 @@ struct Sequence::Impl {
     std::unique_ptr<LlamaGraph>& graph = n == 1 ? decode_graph : prefill_graph;
     if (graph == nullptr || graph->n_tokens() != n || graph->all_logits() != keep_all_logits) {
       graph.reset();  // before the new one takes its memory
-      graph = std::make_unique<LlamaGraph>(model->internal(), n, keep_all_logits, layer_ops);
+      graph = std::make_unique<LlamaGraph>(model->internal(), n, keep_all_logits, layer_ops, options.calibration.get());
     }
     return *graph;
   }
 
   Context Describe(const std::vector<SegmentSpan>& spans, const PublishInfo& info) const {
-    return DescribeContext(spans, *model, options.kv, tokens, parents, info);
+    return DescribeContext(spans, identity, options.kv, tokens, parents, info);
   }
+  Status Attach(const Context& context, const ModelIdentity& expected);
   // Forward without taking over: reads behind what is here, batch by batch.
   Status ReadAll(std::span<const Token> batch);
 
@@ -315,14 +319,29 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
     impl->layer_ops.push_back({AppendOp, AttendOp, MergeOp, &impl->layer_steps[il]});
   }
   impl->model = std::move(model);
+  impl->identity = impl->model->identity();
+  if (const auto& calibration = impl->options.calibration) {
+    if (calibration->geometry() != impl->model->geometry()) {
+      return Err(Code::kIncompatible, "the calibration is of another model");
+    }
+    impl->identity.set_calibration_digest(calibration->digest_text());
+  }
   impl->UseKv(impl->NewKv());
   return std::unique_ptr<Sequence>(new Sequence(std::move(impl)));
 }
 
+const ModelIdentity& Sequence::identity() const {
+  return impl_->identity;
+}
+
 Status Sequence::Attach(const Context& context) {
-  Impl& s = *impl_;
+  return impl_->Attach(context, impl_->identity);
+}
+
+Status Sequence::Impl::Attach(const Context& context, const ModelIdentity& expected) {
+  Impl& s = *this;
   const CacheCard& card = context.card;
-  QKV_ASSIGN_OR_RETURN(std::vector<SegmentSpan> spans, SpansOf(context, *s.model, s.options.n_ctx));
+  QKV_ASSIGN_OR_RETURN(std::vector<SegmentSpan> spans, SpansOf(context, *s.model, expected, s.options.n_ctx));
   if (!s.before) {  // else nothing that was attached since has been read
     const bool was_empty = s.tokens.empty();
     s.before.emplace(Impl::Before{was_empty ? nullptr : std::move(s.kv), std::move(s.tokens), std::move(s.parents),
@@ -342,11 +361,16 @@ Status Sequence::Attach(const Context& context) {
 Status Sequence::CopyExact(const Context& exact, const RowTransform& transform) {
   Impl& s = *impl_;
   Clear();
-  QKV_RETURN_IF_ERROR(Attach(exact));
+  QKV_RETURN_IF_ERROR(s.Attach(exact, s.model->identity()));
+  const auto balanced = [&, calibration = s.options.calibration](Side side, int layer, int kv_head, int first_position,
+                                                                 int tokens, float* rows) {
+    if (transform) transform(side, layer, kv_head, first_position, tokens, rows);
+    if (side == Side::kK) calibration->MultiplyKeys(layer, kv_head, tokens, rows);
+  };
   Status copied = s.kv->has_moved()
                       ? Err(Code::kInvalidArgument, "context '{}' has pages that were moved", exact.card.id())
                       : s.kv->Verify(s.options.n_threads);
-  if (copied) copied = s.kv->CopyToTail(transform);
+  if (copied) copied = s.kv->CopyToTail(s.options.calibration ? RowTransform(balanced) : transform);
   if (!copied) {
     Clear();
     return copied;
@@ -452,12 +476,17 @@ Result<SpliceResult> Sequence::Splice(std::span<const SpliceSource> sources, con
   }
   const int before = static_cast<int>(s.tokens.size());
   // All is checked before anything changes.
+  if (s.options.calibration) {
+    return Err(Code::kIncompatible, Reason::kCodecUnsupported,
+               "keys that were multiplied by a calibration's matrices cannot be moved to other positions");
+  }
   SpliceResult result;
   std::vector<SplicePlan> plans;
   std::vector<Token> tokens = s.tokens;
   for (const SpliceSource& source : sources) {
     const CacheCard& card = source.context->card;
-    QKV_ASSIGN_OR_RETURN(const std::vector<SegmentSpan> spans, SpansOf(*source.context, *s.model, s.options.n_ctx));
+    QKV_ASSIGN_OR_RETURN(const std::vector<SegmentSpan> spans,
+                         SpansOf(*source.context, *s.model, s.identity, s.options.n_ctx));
     const int position = static_cast<int>(tokens.size());
     if (source.first_token < 0 || source.first_token >= card.token_ids_size()) {
       return Err(Code::kInvalidArgument, "context '{}' has {} tokens, it cannot be used from token {} on", card.id(),

@@ -29,6 +29,8 @@
 
 namespace qkv {
 
+class Calibration;
+
 // Rows as they are computed, RoPE applied to Q and K: [n_tokens][heads][head_dim], heads of queries for kQ, else KV
 // heads. For calibration. Called on the caller's thread within Forward, layer by layer, Q last.
 enum class RowKind : uint8_t { kQ, kK, kV };
@@ -49,6 +51,9 @@ struct SequenceOptions {
   // Called on the caller's thread after every batch of a Forward that takes more than one.
   std::function<void(size_t done, size_t total)> on_progress;
   RowObserver on_rows;
+  // `bal`: K is kept, and Q read, multiplied by these matrices. Contexts are then for readers with the same ones, and can't
+  // be spliced. May be null.
+  std::shared_ptr<const Calibration> calibration;
   Trace* trace = nullptr;  // stages are recorded here; must outlive the sequence
 };
 
@@ -71,9 +76,12 @@ class Sequence {
   // Forward reads them. O(spans + tokens of the card), independent of the bytes. What was here before is kept until a
   // Forward succeeds.
   Status Attach(const Context& context);
+  // What a context's card must agree with: the model's identity, and the calibration's digest if there is one.
+  const ModelIdentity& identity() const;
+
   // For evaluation: as if one Forward had read the tokens of `exact`, a context whose pages are all f16, into an empty
   // sequence. Its rows are copied into the tail, each [tokens][head_dim] of a page, side, layer and KV head by way of
-  // `transform` where there is one. So a prefix is read once, and Publish gives it in any codec. Errors: Attach's, and
+  // `transform` where there is one (and then of the calibration's matrices; `exact` is without). So a prefix is read once, and Publish gives it in any codec. Errors: Attach's, and
   // kInvalidArgument for pages of another codec.
   using RowTransform =
       std::function<void(Side side, int layer, int kv_head, int first_position, int tokens, float* rows)>;

@@ -1,0 +1,101 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+
+// calibrate: learns the matrices of `bal` for a model on a text, and keeps them beside the model.
+
+#include <memory>
+
+#include "qkv/cli/commands.h"
+#include "qkv/cli/eval_samples.h"
+#include "qkv/cli/options.h"
+#include "qkv/cli/output_file.h"
+#include "qkv/cli/progress.h"
+#include "qkv/engine/calibration.h"
+
+namespace qkv::cli {
+namespace {
+
+struct Options {
+  ModelOptions model;
+  std::string text;
+  std::string output;
+  int tokens = 4096;
+  int stretch = 1024;
+};
+
+// Tokens that no text has many of: pieces of bytes, which is what a vocabulary makes of what is not text in its languages.
+double ShareOfBytes(const Vocab& vocab, std::span<const Token> tokens) {
+  size_t bytes = 0;
+  for (const Token token : tokens) {
+    const std::string piece = vocab.Piece(token);
+    const bool control = !piece.empty() && static_cast<unsigned char>(piece[0]) < 0x20 && piece[0] != '\n' &&
+                         piece[0] != '\r' && piece[0] != '\t';
+    bytes += control || (piece.size() == 1 && static_cast<unsigned char>(piece[0]) >= 0x80);
+  }
+  return static_cast<double>(bytes) / static_cast<double>(tokens.size());
+}
+
+Status Run(const Options& options) {
+  constexpr double kMostBytes = 0.2;
+  QKV_ASSIGN_OR_RETURN(const std::string text, ReadTextFile(options.text));
+  if (text.find('\0') != std::string::npos) {
+    return Err(Code::kInvalidArgument, "'{}' has zero bytes: it is not a text", options.text);
+  }
+  QKV_ASSIGN_OR_RETURN(const auto model, LoadModel(options.model));
+  const std::string path = options.output.empty() ? Calibration::PathFor(*model) : options.output;
+  QKV_RETURN_IF_ERROR(CheckOutputFile(path, options.output.empty() ? "calibrate" : "--output"));
+  const Vocab vocab(*model);
+  QKV_ASSIGN_OR_RETURN(auto tokens, vocab.Tokenize(text, false, false));
+  const size_t needed = size_t{4} * model->params().head_dim + 1;
+  if (tokens.size() < needed) {
+    return Err(Code::kInvalidArgument, "'{}' has {} tokens, at least {} are needed; some thousands are better",
+               options.text, tokens.size(), needed);
+  }
+  if (const double share = ShareOfBytes(vocab, tokens); share > kMostBytes) {
+    return Err(
+        Code::kInvalidArgument,
+        "{:.0f} % of the tokens of '{}' are single bytes to this model: it is not a text in a script that it knows",
+        100 * share, options.text);
+  }
+  tokens.resize(std::min<size_t>(tokens.size(), static_cast<size_t>(options.tokens)));
+  Progress progress("calibrating");
+  const int stretch = std::min(options.stretch, model->params().n_ctx_train);
+  QKV_ASSIGN_OR_RETURN(const Calibration calibration,
+                       Calibrate(model, tokens, stretch, ThreadsOf(options.model),
+                                 [&](size_t done, size_t total) { progress.Update(done, total); }));
+  QKV_RETURN_IF_ERROR(calibration.Write(*model, path));
+  fmt::print("{}: {} tokens, {} layers x {} heads\n", path, tokens.size(), calibration.geometry().n_layers,
+             calibration.geometry().n_kv_heads);
+  return {};
+}
+
+}  // namespace
+
+void AddCalibrate(CLI::App& app, int& status) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command =
+      app.add_subcommand("calibrate", "learn, on a text, which directions of a model's keys matter to its queries");
+  command
+      ->add_option(
+          "-m,--model", options->model.model,
+          "GGUF file of a Llama-family model (default: $QKVSHARE_MODEL, else the one that 'make setup' fetched)")
+      ->type_name("FILE");
+  command->add_option("--text", options->text, "text like what the model will read")->required()->type_name("FILE");
+  command->add_option("-o,--output", options->output, "where to (default: beside the model, under its weights' digest)")
+      ->type_name("FILE");
+  command->add_option("--tokens", options->tokens, "tokens of the text that are read")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 24));
+  command->add_option("--stretch", options->stretch, "tokens that are read in one go")
+      ->capture_default_str()
+      ->check(CLI::Range(2, 1 << 20));
+  command->add_option("-t,--threads", options->model.n_threads, "threads (default: all cores)")
+      ->check(CLI::Range(1, 512));
+  command->footer("Example: qkvshare calibrate --text notes.txt");
+  command->callback([options, &status] {
+    const Status done = Run(*options);
+    status = done ? 0 : Fail(done.error());
+  });
+}
+
+}  // namespace qkv::cli

@@ -1,0 +1,46 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/cli/flow_gate.h"
+
+#include <algorithm>
+#include <map>
+
+namespace qkv::cli {
+
+Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run) {
+  if (flags.gate == "off") return {};
+  std::map<std::string, std::unique_ptr<HandoffQuality>> gates;  // by model
+  for (const FlowAgent& agent : flow.agents) {
+    const std::string& path = agent.model.empty() ? flow.model : agent.model;
+    if (path.empty() || gates.contains(path)) continue;
+    auto model = Model::Load(path);
+    if (!model) continue;  // the run will say so, and by whom it is needed
+    gates[path] = std::make_unique<HandoffQuality>(flags, *std::move(model), TotalThreads(flow));
+  }
+  for (FlowAgent& agent : flow.agents) {
+    if (!agent.kv) continue;
+    const auto gate = gates.find(agent.model.empty() ? flow.model : agent.model);
+    if (gate == gates.end()) continue;
+    QKV_ASSIGN_OR_RETURN(agent.kv, gate->second->Choose(*agent.kv));
+  }
+  // The run's own codecs hold for every agent that has none: what is good enough for all models.
+  const auto for_all = [&](CodecPair kv) -> Result<CodecPair> {
+    for (const auto& [path, gate] : gates) {
+      QKV_ASSIGN_OR_RETURN(kv, gate->Choose(kv));
+    }
+    return kv;
+  };
+  if (run.kv) {
+    QKV_ASSIGN_OR_RETURN(run.kv, for_all(*run.kv));
+    return {};
+  }
+  std::vector<CodecPair> codecs;
+  for (const CodecPair kv : HandoffCodecs(flow)) {
+    QKV_ASSIGN_OR_RETURN(const CodecPair chosen, for_all(kv));
+    if (std::ranges::find(codecs, chosen) == codecs.end()) codecs.push_back(chosen);
+  }
+  flow.kv = std::move(codecs);
+  return {};
+}
+
+}  // namespace qkv::cli

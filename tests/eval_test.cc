@@ -1,0 +1,289 @@
+// SPDX-FileCopyrightText: 2026 The QKVShare authors
+// SPDX-License-Identifier: Apache-2.0
+
+// eval and calibrate: how samples are cut, what a resumed run measures again, and the program on a tiny model.
+
+#include "qkv/cli/eval_log.h"
+#include "qkv/cli/eval_samples.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "tests/process.h"
+#include "tests/tiny_model.h"
+
+namespace qkv::cli {
+namespace {
+
+using ::qkv::test::TemporaryFolder;
+using ::qkv::testing::Process;
+using ::qkv::testing::TinyModel;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using Json = nlohmann::ordered_json;
+
+std::vector<Token> Counting(int n) {
+  std::vector<Token> tokens;
+  for (int i = 0; i < n; ++i) tokens.push_back(i);
+  return tokens;
+}
+
+TEST(EvalSamples, StretchesOfATextDoNotOverlap) {
+  const auto text = Counting(100);
+  const auto samples = TextSamples(text, {.samples = 3, .prefix = 20, .score = 5}, "t");
+  ASSERT_TRUE(samples) << samples.error().message;
+  ASSERT_EQ(samples->size(), 3u);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ((*samples)[i].n_prefix, 20);
+    EXPECT_EQ((*samples)[i].tokens.size(), 26u);
+    EXPECT_EQ((*samples)[i].tokens.front(), 33 * i);
+    EXPECT_EQ((*samples)[i].tokens.back(), 33 * i + 25);
+  }
+  const auto too_many = TextSamples(text, {.samples = 4, .prefix = 20, .score = 5}, "t");
+  ASSERT_FALSE(too_many);
+  EXPECT_THAT(too_many.error().message, HasSubstr("'t' has 100 tokens; 4 samples of 26 need 104"));
+}
+
+TEST(EvalSamples, ACopySaysItsBeginningAgain) {
+  const auto text = Counting(200);
+  const auto samples = CopySamples(text, {.samples = 2, .prefix = 64, .score = 10}, "t");
+  ASSERT_TRUE(samples) << samples.error().message;
+  for (const EvalSample& sample : *samples) {
+    ASSERT_EQ(sample.n_prefix, 64);
+    const Token first = sample.tokens.front();
+    // The last 16 tokens before what is asked for are the first of the text, and the answers are what came behind them.
+    EXPECT_EQ(sample.tokens[64], first + 15);
+    ASSERT_EQ(sample.tokens.size(), 64u + 10 + 1);
+    for (int i = 0; i < 10; ++i) EXPECT_EQ(sample.tokens[65 + i], first + 16 + i);
+  }
+  EXPECT_FALSE(CopySamples(text, {.samples = 2, .prefix = 30, .score = 10}, "t"));
+}
+
+TEST(EvalSamples, TheLastNumberOfAnAnswer) {
+  EXPECT_EQ(LastNumber("so 3 apples and 1,234 pears #### 42"), 42);
+  EXPECT_EQ(LastNumber("it is 1,234."), 1234);
+  EXPECT_EQ(LastNumber("-7.5 degrees"), -7.5);
+  EXPECT_EQ(LastNumber("3, 4, 5"), 5);
+  EXPECT_TRUE(std::isnan(LastNumber("none at all, sorry")));
+  EXPECT_TRUE(std::isnan(LastNumber("")));
+}
+
+TEST(EvalSamples, QuestionsAreJsonLines) {
+  const auto questions = ParseQuestions(
+      "{\"question\": \"1+1?\", \"answer\": \"It is\\n#### 2\"}\n\n"
+      "{\"question\": \"a\", \"answer\": \"#### 1,000\"}");
+  ASSERT_TRUE(questions) << questions.error().message;
+  ASSERT_EQ(questions->size(), 2u);
+  EXPECT_EQ((*questions)[0].text, "1+1?");
+  EXPECT_EQ((*questions)[1].answer, 1000);
+  EXPECT_THAT(ParseQuestions("{}\n").error().message, HasSubstr("line 1"));
+  EXPECT_THAT(ParseQuestions("{\"question\": \"a\", \"answer\": \"1\"}\nnonsense").error().message,
+              HasSubstr("line 2"));
+  EXPECT_FALSE(ParseQuestions(""));
+}
+
+class Resume : public ::testing::Test {
+ protected:
+  static EvalScore Score(double kl) {
+    EvalScore score;
+    score.score.kl = {kl, std::numeric_limits<double>::infinity()};
+    score.score.same_top = 1;
+    score.score.nll = 0.1;
+    score.bits_per_value = 4.25;
+    return score;
+  }
+  std::string Bytes() const {
+    std::ifstream in(path_, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+  TemporaryFolder dir_;
+  const std::string path_ = dir_.path() + "/scores";
+  const Json settings_ = {{"prefix", 8}};
+};
+
+TEST_F(Resume, WhatWasScoredIsThere) {
+  {
+    auto log = EvalLog::Open(path_, settings_);
+    ASSERT_TRUE(log) << log.error().message;
+    ASSERT_TRUE(log->Add("i8", 0, "", Score(0.25)));
+    ASSERT_TRUE(log->Add("i8", 1, "chain 1", Score(0.5)));
+  }
+  const auto log = EvalLog::Open(path_, settings_);
+  ASSERT_TRUE(log) << log.error().message;
+  const EvalScore* score = log->Find("i8", 0, "");
+  ASSERT_NE(score, nullptr);
+  EXPECT_THAT(score->score.kl, ElementsAre(0.25, std::numeric_limits<double>::infinity()));
+  EXPECT_EQ(score->bits_per_value, 4.25);
+  EXPECT_EQ(log->Find("i8", 1, ""), nullptr);
+  EXPECT_NE(log->Find("i8", 1, "chain 1"), nullptr);
+  EXPECT_FALSE(log->All("i8", 2, ""));
+}
+
+TEST_F(Resume, ALineThatWasCutShortIsMeasuredAgain) {
+  {
+    auto log = EvalLog::Open(path_, settings_);
+    ASSERT_TRUE(log);
+    ASSERT_TRUE(log->Add("i8", 0, "", Score(0.25)));
+    ASSERT_TRUE(log->Add("i8", 1, "", Score(0.5)));
+  }
+  const std::string whole = Bytes();
+  std::filesystem::resize_file(path_, whole.size() - 7);
+  {
+    auto log = EvalLog::Open(path_, settings_);
+    ASSERT_TRUE(log) << log.error().message;
+    EXPECT_NE(log->Find("i8", 0, ""), nullptr);
+    EXPECT_EQ(log->Find("i8", 1, ""), nullptr);
+    ASSERT_TRUE(log->Add("i8", 1, "", Score(0.5)));
+  }
+  EXPECT_EQ(Bytes(), whole);
+}
+
+TEST_F(Resume, OtherSettingsAndOtherFilesAreLeftAlone) {
+  {
+    auto log = EvalLog::Open(path_, settings_);
+    ASSERT_TRUE(log);
+    ASSERT_TRUE(log->Add("i8", 0, "", Score(0.25)));
+  }
+  const std::string whole = Bytes();
+  const auto other = EvalLog::Open(path_, {{"prefix", 9}});
+  ASSERT_FALSE(other);
+  EXPECT_THAT(other.error().message, HasSubstr("other settings"));
+  EXPECT_EQ(Bytes(), whole);
+  for (const char* text : {"a letter\nto a friend\n", "no newline", "{}\n"}) {
+    std::ofstream(path_, std::ios::binary) << text;
+    EXPECT_FALSE(EvalLog::Open(path_, settings_)) << text;
+    EXPECT_EQ(Bytes(), text);
+  }
+}
+
+// The program itself, on a tiny model.
+class EvalProgram : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    testing::WriteTinyModel({}, model_);
+    std::ofstream out(text_);
+    for (int i = 0; i < 300; ++i) out << "Line " << i << " says " << (i * 7919) % 1000 << ".\n";
+  }
+  struct Ran {
+    int status = -1;
+    std::string output, errors;
+  };
+  static Ran Run(std::vector<std::string> args) {
+    args.insert(args.begin(), QKV_PROGRAM);
+    const auto process = Process::Start(args);
+    Ran ran;
+    ran.status = process->Wait(std::chrono::seconds(60));
+    ran.output = process->output();
+    ran.errors = process->errors();
+    return ran;
+  }
+  Ran Eval(std::vector<std::string> more, const char* prefix = "64", const char* score = "8") const {
+    std::vector<std::string> args = {"eval", "-m", model_, "--text", text_, "--samples", "2", "-t", "1"};
+    args.insert(args.end(), {"--prefix", prefix, "--score", score});
+    args.insert(args.end(), more.begin(), more.end());
+    return Run(args);
+  }
+  static Json Parsed(const Ran& ran) {
+    EXPECT_EQ(ran.status, 0) << ran.errors;
+    EXPECT_THAT(ran.errors, IsEmpty());
+    return Json::parse(ran.output, nullptr, false);
+  }
+  size_t Files() const {
+    return static_cast<size_t>(std::distance(std::filesystem::directory_iterator(dir_.path()), {}));
+  }
+
+  TemporaryFolder dir_;
+  const std::string model_ = dir_.path() + "/tiny.gguf";
+  const std::string text_ = dir_.path() + "/text";
+};
+
+TEST_F(EvalProgram, EveryProtocolHasItsFields) {
+  for (const char* protocol : {"handoff", "all", "copy", "passkey", "hops"}) {
+    SCOPED_TRACE(protocol);
+    const Json json =
+        Parsed(Eval({"--protocol", protocol, "--kv", "i8", "--kv", "i4", "--hops", "2", "--json"}, "160"));
+    ASSERT_TRUE(json.is_object());
+    EXPECT_EQ(json["protocol"], protocol);
+    ASSERT_GE(json["results"].size(), 2u);
+    for (const Json& row : json["results"]) {
+      for (const char* field : {"kl_mean", "kl_se", "kl_p99", "top1", "ppl", "ppl_ref"}) {
+        EXPECT_TRUE(row[field].is_number()) << field << " of " << row["kv"];
+      }
+      EXPECT_GE(row["kl_mean"], 0);
+    }
+    const bool hops = std::string_view(protocol) == "hops";
+    EXPECT_EQ(json["results"][0].contains("kl_mean_once"), hops);
+    EXPECT_EQ(json["results"][0].contains("recall"),
+              std::string_view(protocol) == "copy" || std::string_view(protocol) == "passkey");
+  }
+}
+
+TEST_F(EvalProgram, PagesOfF16AreTheReferenceItself) {
+  const Json json = Parsed(Eval({"--kv", "f16", "--json"}));
+  EXPECT_EQ(json["results"][0]["kl_mean"], 0);
+  EXPECT_EQ(json["results"][0]["top1"], 1);
+  EXPECT_EQ(json["results"][0]["ppl"], json["results"][0]["ppl_ref"]);
+  EXPECT_EQ(json["results"][0]["bits_per_value"], 16);
+}
+
+TEST_F(EvalProgram, AResumedRunSaysTheSame) {
+  const std::string log = dir_.path() + "/log";
+  const Json first = Parsed(Eval({"--kv", "i8", "--resume", log, "--json"}));
+  const Json both = Parsed(Eval({"--kv", "i8", "--kv", "i4", "--resume", log, "--json"}));
+  EXPECT_EQ(both["results"][0], first["results"][0]);  // times too: nothing was measured again
+  const Ran other = Eval({"--kv", "i8", "--resume", log}, "64", "9");
+  EXPECT_EQ(other.status, 2);
+  EXPECT_THAT(other.errors, HasSubstr("other settings"));
+}
+
+TEST_F(EvalProgram, WhatCannotBeMeasuredIsSaid) {
+  std::ofstream(dir_.path() + "/empty");
+  std::ofstream(dir_.path() + "/short") << "too short";
+  const auto refused = [&](std::vector<std::string> args, const char* why) {
+    const Ran ran = Run(std::move(args));
+    EXPECT_NE(ran.status, 0);
+    EXPECT_THAT(ran.errors, HasSubstr(why));
+    EXPECT_THAT(ran.output, IsEmpty());
+  };
+  refused({"eval", "-m", model_, "--text", dir_.path() + "/empty"}, "is empty");
+  refused({"eval", "-m", model_, "--text", dir_.path() + "/short"}, "tokens; 12 samples of 1153 need");
+  refused({"eval", "-m", model_, "--text", dir_.path() + "/missing"}, "missing");
+  refused({"eval", "-m", model_, "--text", dir_.path()}, "not a regular file");
+  refused({"eval", "-m", model_, "--text", text_, "--kv", "i3"}, "i3");
+  refused({"eval", "-m", model_, "--text", text_, "--kv", "like:q3_k"}, "like:q3_k");
+  refused({"eval", "-m", model_, "--text", text_, "--protocol", "gsm8k"}, "not a file of questions");
+}
+
+TEST_F(EvalProgram, CalibrateWritesOneFileOrNothing) {
+  const Ran made = Run({"calibrate", "-m", model_, "--text", text_, "-t", "1"});
+  ASSERT_EQ(made.status, 0) << made.errors;
+  EXPECT_THAT(made.output, HasSubstr(".qkvbal"));
+  EXPECT_EQ(Files(), 3u);
+  const auto refused = [&](const std::string& name, const std::string& text, const char* why) {
+    std::ofstream(dir_.path() + "/" + name, std::ios::binary) << text;
+    const std::string out = dir_.path() + "/out.qkvbal";
+    const Ran ran = Run({"calibrate", "-m", model_, "--text", dir_.path() + "/" + name, "-o", out});
+    EXPECT_EQ(ran.status, 2);
+    EXPECT_THAT(ran.errors, HasSubstr(why));
+    std::filesystem::remove(dir_.path() + "/" + name);
+    EXPECT_EQ(Files(), 3u) << name;
+  };
+  refused("empty", "", "is empty");
+  refused("short", "a b", "at least 129 are needed");
+  refused("binary", std::string(2000, '\0'), "zero bytes");
+  std::string bytes;
+  for (int i = 0; i < 3000; ++i) bytes += static_cast<char>(1 + (i * 131) % 255);
+  refused("noise", bytes, "single bytes");
+}
+
+}  // namespace
+}  // namespace qkv::cli
