@@ -15,9 +15,10 @@
 
 namespace qkv {
 
-// What a context's card says about its pages, checked against the model (by `identity`, Sequence::identity) and the segments: the card comes from anybody.
-// Errors: CheckCompatible's; kCorrupt/checksum when segments are not those that the card names, or spans or refinements do
-// not match their pages; kIncompatible/model_mismatch; kInvalidArgument/too_long beyond n_ctx tokens.
+// What a context's card says about its pages, checked against the model (by `identity`, Sequence::identity) and the
+// segments: the card comes from anybody. Errors: CheckCompatible's; kCorrupt/checksum when segments are not those that the
+// card names, or spans or refinements do not match their pages; kIncompatible/model_mismatch; kInvalidArgument/too_long
+// beyond n_ctx tokens.
 Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& model, const ModelIdentity& identity,
                                          int n_ctx);
 
