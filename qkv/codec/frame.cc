@@ -34,9 +34,11 @@ float Gain(int run) {
   return run == 16 ? 0.25f : run == 32 ? 0.17677669f : run == 64 ? 0.125f : run == 128 ? 0.088388346f : 0.0625f;
 }
 
-void Transform(float* x, int head_dim) {
-  const int run = RotationRun(head_dim);
 #if HWY_TARGET == HWY_SCALAR
+
+void Transform(float* x, int head_dim, const float* before, const float* after) {
+  const int run = RotationRun(head_dim);
+  for (int i = 0; i < head_dim && before != nullptr; ++i) x[i] *= before[i];
   for (int distance = 1; distance < run; distance *= 2) {
     for (int i = 0; i < head_dim; ++i) {
       if ((i & distance) != 0) continue;
@@ -45,53 +47,68 @@ void Transform(float* x, int head_dim) {
       x[i + distance] = a - b;
     }
   }
-  for (int i = 0; i < head_dim; ++i) x[i] *= Gain(run);
+  for (int i = 0; i < head_dim; ++i) x[i] = x[i] * Gain(run) * (after != nullptr ? after[i] : 1.0f);
+}
+
 #else
-  const hn::CappedTag<float, 4> d4;
-  alignas(16) static constexpr float kFlipOdd[] = {0.0f, -0.0f, 0.0f, -0.0f};
-  alignas(16) static constexpr float kFlipUpper[] = {0.0f, 0.0f, -0.0f, -0.0f};
-  const auto flip_odd = hn::Load(d4, kFlipOdd), flip_upper = hn::Load(d4, kFlipUpper);
-  for (int i = 0; i < head_dim; i += 4) {
-    auto v = hn::LoadU(d4, x + i);
-    v = hn::Add(hn::Reverse2(d4, v), hn::Xor(v, flip_odd));
-    v = hn::Add(hn::Shuffle1032(v), hn::Xor(v, flip_upper));
-    hn::StoreU(v, d4, x + i);
+
+// For butterflies within a vector: which lanes are subtracted, and for the longer distances where a lane's partner is.
+struct InVector {
+  alignas(64) float flips[4][16];
+  alignas(64) int32_t partners[2][16];
+};
+constexpr InVector kInVector = [] {
+  InVector tables{};
+  for (int lane = 0; lane < 16; ++lane) {
+    for (int i = 0; i < 4; ++i) tables.flips[i][lane] = (lane >> i & 1) != 0 ? -0.0f : 0.0f;
+    tables.partners[0][lane] = lane ^ 4;
+    tables.partners[1][lane] = lane ^ 8;
   }
-  const hn::CappedTag<float, 16> dw;
-  const int lanes = static_cast<int>(hn::Lanes(dw));
-  const auto butterflies = [&](auto d, int distance) HWY_ATTR {
-    const int step = static_cast<int>(hn::Lanes(d));
+  return tables;
+}();
+
+// H of x, times `before` first and times `after` last, where they are given. Vectors are stored and loaded at one width
+// only: a wide load of what narrow stores have just written has to wait for them.
+void Transform(float* x, int head_dim, const float* before, const float* after) {
+  const hn::CappedTag<float, 16> d;
+  const int lanes = static_cast<int>(hn::Lanes(d)), run = RotationRun(head_dim);
+  const auto flip1 = hn::Load(d, kInVector.flips[0]), flip2 = hn::Load(d, kInVector.flips[1]);
+  for (int i = 0; i < head_dim; i += lanes) {
+    auto v = hn::LoadU(d, x + i);
+    if (before != nullptr) v = hn::Mul(v, hn::LoadU(d, before + i));
+    v = hn::Add(hn::Shuffle2301(v), hn::Xor(v, flip1));
+    v = hn::Add(hn::Shuffle1032(v), hn::Xor(v, flip2));
+    for (int step = 0; 4 << step < lanes; ++step) {
+      const auto partner = hn::TableLookupLanes(v, hn::SetTableIndices(d, kInVector.partners[step]));
+      v = hn::Add(partner, hn::Xor(v, hn::Load(d, kInVector.flips[2 + step])));
+    }
+    hn::StoreU(v, d, x + i);
+  }
+  for (int distance = lanes; distance < run; distance *= 2) {
     for (int first = 0; first < head_dim; first += 2 * distance) {
-      for (int i = first; i < first + distance; i += step) {
+      for (int i = first; i < first + distance; i += lanes) {
         const auto a = hn::LoadU(d, x + i), b = hn::LoadU(d, x + i + distance);
         hn::StoreU(hn::Add(a, b), d, x + i);
         hn::StoreU(hn::Sub(a, b), d, x + i + distance);
       }
     }
-  };
-  for (int distance = 4; distance < run; distance *= 2) {
-    distance < lanes ? butterflies(d4, distance) : butterflies(dw, distance);
   }
-  const auto gain = hn::Set(dw, Gain(run));
-  for (int i = 0; i < head_dim; i += lanes) hn::StoreU(hn::Mul(hn::LoadU(dw, x + i), gain), dw, x + i);
-#endif
+  const auto gain = hn::Set(d, Gain(run));
+  for (int i = 0; i < head_dim; i += lanes) {
+    auto v = hn::Mul(hn::LoadU(d, x + i), gain);
+    if (after != nullptr) v = hn::Mul(v, hn::LoadU(d, after + i));
+    hn::StoreU(v, d, x + i);
+  }
 }
 
-void TurnSigns(float* x, int head_dim) {
-  const hn::CappedTag<float, 16> d;
-  for (size_t c = 0; c < blocks::Size(head_dim); c += hn::Lanes(d)) {
-    hn::StoreU(hn::Mul(hn::LoadU(d, x + c), hn::Load(d, kSigns.value.data() + c)), d, x + c);
-  }
-}
+#endif
 
 void RotateRow(float* x, int head_dim) {
-  TurnSigns(x, head_dim);
-  Transform(x, head_dim);
+  Transform(x, head_dim, kSigns.value.data(), nullptr);
 }
 
 void RotateRowBack(float* x, int head_dim) {
-  Transform(x, head_dim);
-  TurnSigns(x, head_dim);
+  Transform(x, head_dim, nullptr, kSigns.value.data());
 }
 
 void RotateRows(const float* rows, int n, int head_dim, const float* mean, float* out) {

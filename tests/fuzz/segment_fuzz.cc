@@ -1,8 +1,10 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Any bytes as a segment's header, page table and pages: Open refuses them, or every page may be read. Then the same under
-// a header checksum that is right, as a liar would send it.
+// Any bytes as a segment's header, page table, constants and pages: Open refuses them, or every page may be read. Then the
+// same under checksums that are right, as a liar would send it.
+
+#include <xxhash.h>
 
 #include <cstdint>
 #include <cstring>
@@ -22,6 +24,12 @@ void Use(std::span<const std::byte> bytes) {
   if (!segment) {
     QKV_CHECK(segment.error().reason != qkv::Reason::kNone);
     return;
+  }
+  if (const std::byte* constants = (*segment)->constants()) {
+    const auto& header = (*segment)->header();
+    QKV_CHECK(header.constants_bytes == qkv::ConstantsLayout((*segment)->geometry()).bytes);
+    QKV_CHECK(header.constants_offset + header.constants_bytes <= header.data_offset);
+    QKV_CHECK(XXH3_64bits(constants, header.constants_bytes) == header.constants_checksum);
   }
   for (size_t i = 0; i < (*segment)->pages().size(); ++i) {
     const PageEntry& page = (*segment)->pages()[i];
@@ -43,6 +51,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   header.file_bytes = size;
   std::vector<PageEntry> table(header.n_pages);
   if (!table.empty()) std::memcpy(table.data(), data + sizeof header, table.size() * sizeof(PageEntry));
+  if (header.constants_offset <= size && header.constants_bytes <= size - header.constants_offset) {
+    header.constants_checksum =
+        header.constants_bytes == 0 ? 0 : XXH3_64bits(data + header.constants_offset, header.constants_bytes);
+  }
   header.header_checksum = qkv::HeaderChecksum(header, table);
   std::vector<std::byte> forged(size);
   std::memcpy(forged.data(), data, size);
