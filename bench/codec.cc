@@ -6,7 +6,7 @@
 // (SmolLM2-135M: 11,520), so encode's figure, and that of to_rotated where the codec is a rotated one, times that is what
 // a token costs the encoder thread.
 //
-//   bench/codec --benchmark_min_time=0.05
+//   bench/codec --benchmark_filter=/64
 
 #include <benchmark/benchmark.h>
 
