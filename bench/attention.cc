@@ -166,8 +166,7 @@ void BM_Attention(benchmark::State& state, const Shape& shape, CodecPair codecs,
   KeyCounts counts;
 
   for (auto _ : state) {
-    AttentionPlan plan(of, n_queries, context.pages, nullptr, threshold);
-    if (const char* e = getenv("STEP")) plan.step_pages = atoi(e);
+    const AttentionPlan plan(of, n_queries, context.pages, nullptr, threshold);
     for (int layer = 0; layer < n_layers; ++layer) {
       for (int item = 0; item < plan.n_attend_items(); ++item) {
         Attend(plan, context.pages, shape.geometry.n_layers, layer, q.data(), item, scratch.get(), partials.data(),

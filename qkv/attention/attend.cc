@@ -7,6 +7,7 @@
 #include <numbers>
 
 #include "qkv/attention/attention.h"
+#include "qkv/attention/page_walk.h"
 #include "qkv/attention/scratch.h"
 #include "qkv/codec/blocks.h"
 #include "qkv/codec/half.h"
@@ -26,7 +27,7 @@
 #include "qkv/attention/refiner-inl.h"
 #if HWY_TARGET != HWY_SCALAR
 #include "qkv/attention/bytes-inl.h"
-#include "qkv/attention/expand-inl.h"
+#include "qkv/codec/planes-inl.h"
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -42,9 +43,8 @@ class ItemRun {
           std::byte* scratch)
       : plan_(plan),
         pages_(pages),
-        geometry_{n_layers, plan.shape.n_kv_heads, plan.shape.head_dim},
-        layer_(layer),
         item_(plan.ItemAt(item)),
+        walk_(pages, {n_layers, plan.shape.n_kv_heads, plan.shape.head_dim}, layer, item_),
         dim_(static_cast<size_t>(plan.shape.head_dim)),
         rows_(static_cast<size_t>(item_.n_queries * plan.group())),
         few_(plan.tile_rows() <= kFewRows),
@@ -70,12 +70,11 @@ class ItemRun {
     const bool refines = Refines();
     if (refines) Peek(all_see);
 
-    PageCursor cursor{item_.first_page, item_.first_key, {}, PageLayout(geometry_, {})};
     PageBlocks queue[2 * kGroupPages + kPagesAhead];
     const size_t capacity = static_cast<size_t>(plan_.step_pages) * (refines ? 2 : 1) + kPagesAhead;
     size_t queued = 0;
     const auto fill = [&] {
-      while (queued < capacity && Next(cursor, none_sees, queue[queued])) ++queued;
+      while (queued < capacity && walk_.Next(none_sees, queue[queued])) ++queued;
       return std::span<const PageBlocks>(queue, queued);
     };
     // Where tokens are refined, a step's are chosen before the values of the step before it are read: by the time they
@@ -130,46 +129,6 @@ class ItemRun {
   }
 
  private:
-  struct PageCursor {
-    int page;
-    int first_key;
-    CodecPair codecs;  // of `layout`
-    PageLayout layout;
-  };
-
-  // The next page of the chunk that some query of the tile sees.
-  bool Next(PageCursor& cursor, int none_sees, PageBlocks& result) const {
-    if (cursor.page == item_.first_page + item_.n_pages || cursor.first_key >= none_sees) return false;
-    const PageRef& page = pages_[static_cast<size_t>(cursor.page)];
-    if (page.codecs != cursor.codecs) {
-      cursor.codecs = page.codecs;
-      cursor.layout = PageLayout(geometry_, page.codecs);
-    }
-    result = BlocksOf(page, cursor.layout, cursor.first_key);
-    cursor.first_key += page.tokens;
-    ++cursor.page;
-    return true;
-  }
-
-  PageBlocks BlocksOf(const PageRef& page, const PageLayout& layout, int first_key) const {
-    PageBlocks result{page.codecs,
-                      page.data + layout.BlockOffset(Side::kK, layer_, item_.kv_head),
-                      page.data + layout.BlockOffset(Side::kV, layer_, item_.kv_head),
-                      first_key,
-                      page.tokens,
-                      page.position_offset,
-                      page.hide_first,
-                      page.exact_first};
-    if (page.constants != nullptr) {
-      result.constants = page.constants + ConstantOffset(geometry_, layer_, item_.kv_head, Constant::kMeanK);
-    }
-    if (page.refinement != nullptr) {
-      result.k_refinement = page.refinement + refinement_layout_.BlockOffset(Side::kK, layer_, item_.kv_head);
-      result.v_refinement = page.refinement + refinement_layout_.BlockOffset(Side::kV, layer_, item_.kv_head);
-    }
-    return result;
-  }
-
   float Sum(size_t row) const {
     const DF d;
     return hn::GetLane(hn::SumOfLanes(d, hn::LoadU(d, x_.sums + row * kMaxLanes)));
@@ -318,7 +277,7 @@ class ItemRun {
   // maximum that is high from the start keeps tokens from being refined in vain. As a running maximum any number will do.
   void Peek(int all_see) {
     if (pages_[0].exact_first && blocks::IsRotated(pages_[0].codecs.k) && !pages_[0].hide_first) {
-      const PageBlocks page = BlocksOf(pages_[0], PageLayout(geometry_, pages_[0].codecs), 0);
+      const PageBlocks page = walk_.At(0, 0);
       queries_.Use(FrameOf(page));
       LoadConstant(page, Constant::kFirstK);
       for (size_t row = 0; row < rows_; ++row) x_.maxima[row] = Dot(queries_.Row(row), x_.line, dim_);
@@ -329,7 +288,7 @@ class ItemRun {
       first_key -= pages_[i].tokens;
       if (first_key >= all_see) continue;
       ++peeked;
-      const PageBlocks page = BlocksOf(pages_[i], PageLayout(geometry_, pages_[i].codecs), first_key);
+      const PageBlocks page = walk_.At(i, first_key);
       Scores({&page, 1}, 0);
       Mask(page, 0, all_see, /*all_alike=*/true);
       for (size_t row = 0; row < rows_; ++row) {
@@ -409,12 +368,9 @@ class ItemRun {
     std::fill_n(to, n, FloatFromHalf(half));
   }
 
-  // Which kernels for bytes a side of a page goes to, if any.
+  // Whether the kernels for bytes take a side of a page.
   bool RunsOnBytes(CodecId codec) const {
     return quads_ && blocks::IsRotated(codec) && codec != CodecId::k8;
-  }
-  bool RunsOnNibbles(CodecId codec, Side side) const {
-    return quads_ && codec == CodecId::k4 && (side == Side::kK || dim_ % 64 == 0);
   }
 
   // A block's codes in the order of i8, and where the kernel on them is to prefetch.
@@ -426,13 +382,17 @@ class ItemRun {
     const auto at = reinterpret_cast<uintptr_t>(x_.expanded);
     return {reinterpret_cast<const std::byte*>(x_.expanded), {at, at}};
   }
+  HWY_NOINLINE void ExpandBlock(int bits, const std::byte* block, Ahead ahead) const {
+    const size_t n_codes = kPageTokens * dim_;
+    for (size_t i = 0; i < n_codes * static_cast<size_t>(bits) / 8; i += 64) Prefetch<64>(ahead + i);
+    planes::HWY_NAMESPACE::ExpandPlanes(bits, reinterpret_cast<const uint8_t*>(block), n_codes, x_.expanded);
+  }
   Codes CodesOf(std::span<const PageBlocks> pages, Side side) const {
     const std::byte* block = side == Side::kK ? pages.front().k : pages.front().v;
     const CodecId codec = side == Side::kK ? pages.front().codecs.k : pages.front().codecs.v;
     const Ahead ahead = AheadOf(pages, side);
     if (!blocks::IsRotated(codec) || codec == CodecId::k8) return {block, ahead};
-    Expand(blocks::RotatedBits(codec), block, kPageTokens * dim_, ahead, RunsOnBytes(codec) ? kCodeBias : 0,
-           x_.expanded);
+    ExpandBlock(blocks::RotatedBits(codec), block, ahead);
     return ExpandedCodes();
   }
 
@@ -476,19 +436,12 @@ class ItemRun {
       return ScoresOfBlock(CodesOf(pages, Side::kK), x_.q_i8, x_.q_i8_scale, x_.q_mean, slot);
     }
     queries_.MakeBytes();
-    const bool nibbles = RunsOnNibbles(codec, Side::kK);
-    if (!nibbles) CodesOf(pages, Side::kK);
+    CodesOf(pages, Side::kK);
     for (size_t block = 0; block < blocks_.count; ++block) {
-      const size_t first = blocks_.First(block), count = blocks_.Count(block);
-      const int32_t *q = x_.q_bytes + first * dim_ / 2, *q_sum = x_.q_bytes_sum + first;
-      const float *q_scale = x_.q_bytes_scale + first, *mean = x_.q_mean + first;
-      if (nibbles) {
-        RunWithRows<ScoresOfNibbles>(count, q, reinterpret_cast<const uint8_t*>(page.k), AheadOf(pages, Side::kK), dim_,
-                                     q_scale, q_sum, mean, x_.token_scale, ScoresAt(first, slot));
-      } else {
-        RunWithRows<ScoresOfBytes>(count, q, x_.expanded, dim_, q_scale, q_sum, mean, x_.token_scale,
-                                   ScoresAt(first, slot));
-      }
+      const size_t first = blocks_.First(block);
+      RunWithRows<ScoresOfBytes>(blocks_.Count(block), x_.q_bytes + first * dim_ / 2, x_.expanded, dim_,
+                                 x_.q_bytes_scale + first, x_.q_bytes_sum + first, x_.q_mean + first, x_.token_scale,
+                                 ScoresAt(first, slot));
     }
   }
 
@@ -540,19 +493,12 @@ class ItemRun {
     LoadHalves(scales, kPageTokens, x_.token_scale);
     if (!RunsOnBytes(codec)) return ValuesOfBlock(CodesOf(pages, Side::kV), slot, keep, nullptr);
     QuantizeWeightQuads<true>(slot);
-    const bool nibbles = RunsOnNibbles(codec, Side::kV);
-    if (!nibbles) CodesOf(pages, Side::kV);
+    CodesOf(pages, Side::kV);
     for (size_t block = 0; block < blocks_.count; ++block) {
-      const size_t first = blocks_.First(block), count = blocks_.Count(block);
-      const int32_t *weights = x_.weight_quads + first * kPageTokens / 2, *sum = x_.weight_sum + first;
-      const float* scale = x_.weight_scale + first;
-      float* outputs = x_.outputs + first * dim_;
-      if (nibbles) {
-        RunWithRows<ValuesOfNibbles>(count, weights, reinterpret_cast<const uint8_t*>(page.v), AheadOf(pages, Side::kV),
-                                     dim_, keep + first, scale, sum, outputs);
-      } else {
-        RunWithRows<ValuesOfBytes>(count, weights, x_.expanded, dim_, keep + first, scale, sum, outputs);
-      }
+      const size_t first = blocks_.First(block);
+      RunWithRows<ValuesOfBytes>(blocks_.Count(block), x_.weight_quads + first * kPageTokens / 2, x_.expanded, dim_,
+                                 keep + first, x_.weight_scale + first, x_.weight_sum + first,
+                                 x_.outputs + first * dim_);
     }
   }
 
@@ -666,9 +612,8 @@ class ItemRun {
 
   const AttentionPlan& plan_;
   std::span<const PageRef> pages_;
-  Geometry geometry_;
-  int layer_;
   AttentionPlan::Item item_;
+  PageWalk walk_;
   size_t dim_;
   size_t rows_;
   bool few_;
@@ -678,7 +623,6 @@ class ItemRun {
   Queries queries_;
   Refiner refiner_;
   float* scores_;  // of the step at hand
-  PageLayout refinement_layout_{geometry_, {CodecId::kRefine4, CodecId::kRefine4}};
   bool outputs_rotated_ = false;
   bool outputs_empty_ = true;
 };

@@ -37,9 +37,9 @@ constexpr double kFloatTolerance = 2e-6;
 // Integer codes: queries and weights are rounded to 14 bits and a sign or better.
 constexpr double kCodesTolerance = 1e-3;
 
-constexpr std::array kAllCodecs = {CodecId::kF16, CodecId::kI8,  CodecId::kI8Channel, CodecId::kI8Tensor,
-                                   CodecId::kI4,  CodecId::kI4Z, CodecId::k3,         CodecId::k4,
-                                   CodecId::k5,   CodecId::k6,   CodecId::k7,         CodecId::k8};
+constexpr std::array kAllCodecs = {CodecId::kF16, CodecId::kI8, CodecId::kI8Channel, CodecId::kI8Tensor, CodecId::kI4,
+                                   CodecId::kI4Z, CodecId::k3,  CodecId::k4,         CodecId::k5,        CodecId::k6,
+                                   CodecId::k7,   CodecId::k8,  CodecId::kI4Channel};
 constexpr std::array kRotatedCodecs = {CodecId::k3, CodecId::k4, CodecId::k5, CodecId::k6, CodecId::k7, CodecId::k8};
 
 struct PageSpec {
@@ -378,8 +378,8 @@ TEST_P(Attention, EqualsTheReferenceForRandomShapesAndMixedPages) {
     std::vector<PageSpec> specs;
     for (int keys = 0; keys < n_keys;) {
       const int tokens = std::min(between(0, 2) == 0 ? between(1, kPageTokens) : kPageTokens, n_keys - keys);
-      const CodecId k = kAllCodecs[static_cast<size_t>(between(0, 11))];
-      const CodecId v = kAllCodecs[static_cast<size_t>(between(0, 11))];
+      const CodecId k = kAllCodecs[static_cast<size_t>(between(0, static_cast<int>(kAllCodecs.size()) - 1))];
+      const CodecId v = kAllCodecs[static_cast<size_t>(between(0, static_cast<int>(kAllCodecs.size()) - 1))];
       specs.push_back({{k, v}, tokens, between(0, 2), keys == 0 || between(0, 9) == 0});
       keys += tokens;
     }
@@ -399,8 +399,10 @@ TEST_P(Attention, EqualsTheReferenceForMovedSpansAndHiddenTokens) {
     constexpr std::array kHeadDims = {64, 80, 96, 128, 256};
     const Geometry geometry{1, between(1, 2), kHeadDims[static_cast<size_t>(between(0, 4))]};
     const bool half = i % 2 == 0;
-    const CodecPair codecs = half ? CodecPair{CodecId::kF16, CodecId::kF16}
-                                  : CodecPair{kAllCodecs[static_cast<size_t>(between(1, 11))], CodecId::kI8};
+    const CodecPair codecs =
+        half ? CodecPair{CodecId::kF16, CodecId::kF16}
+             : CodecPair{kAllCodecs[static_cast<size_t>(between(1, static_cast<int>(kAllCodecs.size()) - 1))],
+                         CodecId::kI8};
     const int n_keys = between(33, 400);
     std::vector<PageSpec> specs = PagesOf(n_keys, codecs);
     for (PageSpec& spec : specs) {

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// As i8-inl.h, for few rows and CPUs that multiply four pairs of bytes per 32-bit lane (see QuadSum): kernels on expanded
-// codes (expand-inl.h), one signed byte each in the order of i8, plus kCodeBias.
+// As i8-inl.h, for few rows and CPUs that multiply four pairs of bytes per 32-bit lane (see QuadSum): kernels on signed
+// bytes in the order of i8, to which planes of other widths are expanded.
 
 #include <cstddef>
 #include <cstdint>
@@ -24,12 +24,17 @@ HWY_BEFORE_NAMESPACE();
 namespace qkv::attention {
 namespace HWY_NAMESPACE {
 
-// VNNI takes codes as unsigned bytes, Arm's dot product as signed ones. Bound: 255 * 16319 * head_dim <= 2^30.
+// VNNI takes codes as unsigned bytes, 128 larger; Arm's dot product as signed ones. Bound: 255 * 16319 * head_dim <= 2^30.
 inline constexpr int kCodeBias = HWY_TARGET == HWY_AVX3_DL ? 128 : 0;
 using VU16 = hn::Vec<hn::RebindToUnsigned<DS>>;
 
 HWY_INLINE VU16 LoadCodes(const uint8_t* p) {
   return hn::BitCast(hn::RebindToUnsigned<DS>(), hn::LoadU(hn::Repartition<uint8_t, DF>(), p));
+}
+
+HWY_INLINE VU16 LoadBytes(const int8_t* p) {
+  const VU16 codes = LoadCodes(reinterpret_cast<const uint8_t*>(p));
+  return kCodeBias == 0 ? codes : hn::Xor(codes, hn::Set(hn::RebindToUnsigned<DS>(), 0x8080));
 }
 
 // Pairs of bytes of `a` and `b` side by side: the first half of the pairs, then the second one.
@@ -64,7 +69,7 @@ inline constexpr size_t kPairTokens = 2 * kLanes;  // or channels, of one vector
 // scores = (integer sum - kCodeBias * q_sum[row]) * q_scale[row] * token_scale[t] + mean[row].
 struct ScoresOfBytes {
   template <size_t R, size_t... I>
-  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT q, const uint8_t* HWY_RESTRICT k, size_t dim,
+  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT q, const int8_t* HWY_RESTRICT k, size_t dim,
                               const float* HWY_RESTRICT q_scale, const int32_t* HWY_RESTRICT q_sum,
                               const float* HWY_RESTRICT mean, const float* HWY_RESTRICT token_scale,
                               float* HWY_RESTRICT scores, std::index_sequence<I...>) {
@@ -72,7 +77,7 @@ struct ScoresOfBytes {
     const PairLines lines;
     QuadSum sum[] = {((void)I, QuadSum())...};
     for (size_t c = 0; c < dim; c += 4, q += 2 * R, k += 4 * kPageTokens) {
-      const VU16 first = LoadCodes(k), second = LoadCodes(k + 2 * kPageTokens);
+      const VU16 first = LoadBytes(k), second = LoadBytes(k + 2 * kPageTokens);
       const VU16 codes[2] = {lines.Lower(first, second), lines.Upper(first, second)};
       (sum[I].Add(codes[I % 2], q[I / 2], q[R + I / 2]), ...);
     }
@@ -84,7 +89,7 @@ struct ScoresOfBytes {
   }
 
   template <size_t R>
-  static HWY_NOINLINE void Run(const int32_t* q, const uint8_t* k, size_t dim, const float* q_scale,
+  static HWY_NOINLINE void Run(const int32_t* q, const int8_t* k, size_t dim, const float* q_scale,
                                const int32_t* q_sum, const float* mean, const float* token_scale, float* scores) {
     if constexpr (kHasQuads && R <= kMaxQuadRows) {
       for (size_t t = 0; t < kPageTokens; t += kPairTokens) {
@@ -102,7 +107,7 @@ struct ScoresOfBytes {
 // Reads up to 64 bytes behind the codes.
 struct ValuesOfBytes {
   template <size_t R, size_t V, size_t... I>
-  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT weights, const uint8_t* HWY_RESTRICT v, size_t dim,
+  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT weights, const int8_t* HWY_RESTRICT v, size_t dim,
                               const float* HWY_RESTRICT keep, const float* HWY_RESTRICT weight_scale,
                               const int32_t* HWY_RESTRICT weight_sum, float* HWY_RESTRICT outputs,
                               std::index_sequence<I...>) {
@@ -110,7 +115,7 @@ struct ValuesOfBytes {
     const PairLines lines;
     QuadSum sum[] = {((void)I, QuadSum())...};
     for (size_t t = 0; t < kPageTokens; t += 4, v += 4 * dim, weights += 2) {
-      const VU16 first = LoadCodes(v), second = LoadCodes(v + 2 * dim);
+      const VU16 first = LoadBytes(v), second = LoadBytes(v + 2 * dim);
       VU16 codes[2];
       codes[0] = lines.Lower(first, second);
       if constexpr (V > 1) codes[1] = lines.Upper(first, second);
@@ -123,7 +128,7 @@ struct ValuesOfBytes {
   }
 
   template <size_t R>
-  static HWY_NOINLINE void Run(const int32_t* weights, const uint8_t* v, size_t dim, const float* keep,
+  static HWY_NOINLINE void Run(const int32_t* weights, const int8_t* v, size_t dim, const float* keep,
                                const float* weight_scale, const int32_t* weight_sum, float* outputs) {
     if constexpr (kHasQuads && R <= kMaxQuadRows) {
       size_t c = 0;
@@ -136,103 +141,6 @@ struct ValuesOfBytes {
       }
     } else {
       (void)weights, (void)v, (void)dim, (void)keep, (void)weight_scale, (void)weight_sum, (void)outputs;
-    }
-  }
-};
-
-// The same on the plane of 4 bits itself, w = 0..15 for 2w - 15: groups of 64 bytes, codes 0..63 in the low nibbles and
-// 64..127 in the high ones.
-struct ScoresOfNibbles {
-  template <size_t R, size_t... I>
-  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT q, const uint8_t* HWY_RESTRICT k, Ahead ahead, size_t dim,
-                              const float* HWY_RESTRICT q_scale, const int32_t* HWY_RESTRICT q_sum,
-                              const float* HWY_RESTRICT mean, const float* HWY_RESTRICT token_scale,
-                              float* HWY_RESTRICT scores, std::index_sequence<I...>) {
-    const DF d;
-    const PairLines lines;
-    QuadSum sum[] = {((void)I, QuadSum())...};
-    for (size_t c = 0; c < dim; c += 4, q += 2 * R, k += 64, ahead = ahead + 64) {
-      Prefetch<kLineVectorBytes>(ahead);
-      const VU16 x = LoadCodes(k);
-      const VU16 low = NibbleQuads<0>(x), high = NibbleQuads<1>(x);
-      const VU16 codes[2] = {lines.Lower(low, high), lines.Upper(low, high)};
-      (sum[I].Add(codes[I % 2], q[I / 2], q[R + I / 2]), ...);
-    }
-    (hn::StoreU(hn::MulAdd(sum[I].DoubleTotal(15 * q_sum[I / 2]),
-                           hn::Mul(hn::Set(d, q_scale[I / 2]), hn::LoadU(d, token_scale + I % 2 * kLanes)),
-                           hn::Set(d, mean[I / 2])),
-                d, scores + I / 2 * kScoreStride + I % 2 * kLanes),
-     ...);
-  }
-
-  template <size_t R>
-  static HWY_NOINLINE void Run(const int32_t* q, const uint8_t* k, Ahead ahead, size_t dim, const float* q_scale,
-                               const int32_t* q_sum, const float* mean, const float* token_scale, float* scores) {
-    if constexpr (kHasQuads && R <= kMaxQuadRows) {
-      for (size_t t = 0; t < kPageTokens; t += kPairTokens) {
-        Tile<R>(q, k + 2 * t, ahead + 2 * t, dim, q_scale, q_sum, mean, token_scale + t, scores + t,
-                std::make_index_sequence<2 * R>());
-      }
-    } else {
-      (void)q, (void)k, (void)ahead, (void)dim, (void)q_scale, (void)q_sum, (void)mean, (void)token_scale;
-      (void)scores;
-    }
-  }
-};
-
-// For head dims that are multiples of 64.
-struct ValuesOfNibbles {
-  // Vectors 0 and 1 are of the low nibbles, 2 and 3 of the high ones, 32 channels further.
-  template <size_t R, size_t kFirst, size_t V, size_t... I>
-  static HWY_INLINE void Tile(const int32_t* HWY_RESTRICT weights, const uint8_t* HWY_RESTRICT v, Ahead ahead,
-                              size_t dim, const float* HWY_RESTRICT keep, const float* HWY_RESTRICT weight_scale,
-                              const int32_t* HWY_RESTRICT weight_sum, float* HWY_RESTRICT outputs,
-                              std::index_sequence<I...>) {
-    const DF d;
-    const PairLines lines;
-    QuadSum sum[] = {((void)I, QuadSum())...};
-    for (size_t t = 0; t < kPageTokens; t += 4, v += 2 * dim, weights += 2, ahead = ahead + 2 * dim) {
-      if constexpr (kFirst == 0) {
-        Prefetch<kLineVectorBytes>(ahead);
-        Prefetch<kLineVectorBytes>(ahead + dim);
-      }
-      const VU16 x = LoadCodes(v), y = LoadCodes(v + dim);
-      VU16 codes[V];
-      codes[0] = lines.Lower(NibbleQuads<kFirst>(x), NibbleQuads<kFirst>(y));
-      codes[1] = lines.Upper(NibbleQuads<kFirst>(x), NibbleQuads<kFirst>(y));
-      if constexpr (V > 2) {
-        codes[2] = lines.Lower(NibbleQuads<1>(x), NibbleQuads<1>(y));
-        codes[3] = lines.Upper(NibbleQuads<1>(x), NibbleQuads<1>(y));
-      }
-      (sum[I].Add(codes[I % V], weights[I / V * 16], weights[I / V * 16 + 1]), ...);
-    }
-    const auto at = [&](size_t i) { return outputs + i / V * dim + (i % V / 2 + kFirst) * 32 + i % 2 * kLanes; };
-    (hn::StoreU(hn::MulAdd(hn::LoadU(d, at(I)), hn::Set(d, keep[I / V]),
-                           hn::Mul(sum[I].DoubleTotal(15 * weight_sum[I / V]), hn::Set(d, weight_scale[I / V]))),
-                d, at(I)),
-     ...);
-  }
-
-  template <size_t R>
-  static HWY_NOINLINE void Run(const int32_t* weights, const uint8_t* v, Ahead ahead, size_t dim, const float* keep,
-                               const float* weight_scale, const int32_t* weight_sum, float* outputs) {
-    if constexpr (kHasQuads && R <= kMaxQuadRows) {
-      for (size_t c = 0; c < dim; c += 64) {
-        for (size_t b = 0; b < 64; b += kLineVectorBytes) {
-          const auto run = [&]<size_t kFirst, size_t V>() HWY_ATTR {
-            Tile<R, kFirst, V>(weights, v + c + b, ahead + (c + b), dim, keep, weight_scale, weight_sum,
-                               outputs + c + b / 2, std::make_index_sequence<R * V>());
-          };
-          if constexpr (R <= 3) {
-            run.template operator()<0, 4>();
-          } else {
-            run.template operator()<0, 2>();
-            run.template operator()<1, 2>();
-          }
-        }
-      }
-    } else {
-      (void)weights, (void)v, (void)ahead, (void)dim, (void)keep, (void)weight_scale, (void)weight_sum, (void)outputs;
     }
   }
 };

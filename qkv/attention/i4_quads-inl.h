@@ -71,9 +71,6 @@ struct QuadSum {
   HWY_INLINE VF Total() const {
     return hn::ConvertTo(DF(), Integer());
   }
-  HWY_INLINE VF DoubleTotal(int32_t bias) const {
-    return hn::ConvertTo(DF(), hn::Sub(hn::Add(Integer(), Integer()), hn::Set(DI(), bias)));
-  }
   HWY_INLINE VF Total(int32_t bias) const {
     return hn::ConvertTo(DF(), hn::Sub(Integer(), hn::Set(DI(), bias)));
   }

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <numbers>
 
+#include "qkv/attention/page_walk.h"
 #include "qkv/attention/scratch.h"
-#include "qkv/codec/blocks.h"
 #include "qkv/codec/frame.h"
 
 #if defined(QKV_ATTENTION_QUERIES_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -40,18 +40,6 @@ HWY_INLINE void LoadHalves(const std::byte* from, size_t n, float* to) {
   VF sum = hn::Zero(d);
   for (size_t i = 0; i < n; i += kLanes) sum = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), sum);
   return hn::GetLane(hn::SumOfLanes(d, sum));
-}
-
-// What queries must be turned into to meet a page's keys.
-struct KeyFrame {
-  int position_offset = 0;
-  bool rotated = false;
-  const std::byte* mean = nullptr;  // [head_dim] halves; null: 0
-  bool operator==(const KeyFrame&) const = default;
-};
-inline KeyFrame FrameOf(const PageBlocks& page) {
-  if (!blocks::IsRotated(page.codecs.k)) return {page.position_offset};
-  return {page.position_offset, true, page.constants};
 }
 
 class Queries {

@@ -78,6 +78,7 @@ HWY_INLINE void AddRow(float factor, const float* HWY_RESTRICT codes, size_t dim
   }
 }
 
+#if HWY_TARGET != HWY_SCALAR
 template <class D>
 HWY_INLINE void StoreFolded(D d, hn::Vec<D> v, float* to) {
   if constexpr (hn::MaxLanes(d) <= 4) {
@@ -87,6 +88,7 @@ HWY_INLINE void StoreFolded(D d, hn::Vec<D> v, float* to) {
     StoreFolded(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)), to);
   }
 }
+#endif
 
 // sums[i] = sum of the lanes of the i-th vector, i < 4.
 HWY_INLINE void StoreSums(const VF* v, float* HWY_RESTRICT sums) {

@@ -152,7 +152,7 @@ class Refiner {
       LoadRefinedBytes(Nibbles(step, side, first + n), dim_, x_.refined_rows + n * dim_);
       x_.token_scale[n] = x_.refined_scale[token];
     }
-    auto* block = reinterpret_cast<int8_t*>(x_.expanded);
+    int8_t* block = x_.expanded;
     side == Side::kK ? ArrangeRefinedK(x_.refined_rows, n, dim_, block)
                      : ArrangeRefinedV(x_.refined_rows, n, dim_, block);
     return n;

@@ -25,21 +25,6 @@ inline constexpr int kScoreStride = (kGroupPages + 1) * kPageTokens;
 inline constexpr int kMaxI4Groups = kMaxHeadDim / 32;
 inline constexpr int kMaxLanes = 16;  // fp32 lanes of the widest vector
 
-// One page as an item sees it.
-struct PageBlocks {
-  CodecPair codecs;
-  const std::byte* k = nullptr;
-  const std::byte* v = nullptr;
-  int first_key = 0;
-  int tokens = 0;
-  int position_offset = 0;
-  bool hide_first = false;
-  bool exact_first = false;
-  const std::byte* constants = nullptr;  // three vectors of [head_dim] halves, as Constant counts them
-  const std::byte* k_refinement = nullptr;
-  const std::byte* v_refinement = nullptr;
-};
-
 struct Scratch {
   // With a null buffer only `bytes` is meaningful.
   Scratch(const AttentionPlan& plan, std::byte* buffer) {
@@ -129,8 +114,8 @@ struct Scratch {
   float* q_bytes_scale = nullptr;  // [rows]
   int32_t* q_bytes_sum = nullptr;  // [rows]
   int32_t* weight_sum = nullptr;   // [rows]
-  uint8_t* expanded = nullptr;     // [32 * head_dim] codes of a block, a byte each, in the order of i8
-  uint8_t* refined = nullptr;      // [2][kScoreStride], of two steps: the refined tokens, each as 32 * slot + token
+  int8_t* expanded = nullptr;  // [32 * head_dim] codes of a block, a byte each, in the order of i8; and 64 bytes more
+  uint8_t* refined = nullptr;  // [2][kScoreStride], of two steps: the refined tokens, each as 32 * slot + token
   float* refined_scale = nullptr;  // [kScoreStride], of the step's tokens with a refinement plane
   float* q_sums = nullptr;         // [rows], of q_rows
   float* zeros = nullptr;          // [rows], 0
