@@ -49,6 +49,7 @@ struct Options {
   std::vector<std::string> arms;
   int hops = 8;
   double refine = kDefaultRefine;
+  int score_batch = 0;
   int n_batch = 0;  // 0: the protocol's
   int n_threads = 0;
   int max_tokens = 256;
@@ -85,6 +86,7 @@ class Evaluation {
                      {"score", options_.shape.score},
                      {"batch", probe_options_.n_batch},
                      {"refine", options_.refine}};
+    if (options_.score_batch > 0) settings_["score_batch"] = options_.score_batch;
     if (options_.protocol == "hops") settings_["hops"] = options_.hops;
     if (options_.protocol == "gsm8k") settings_["predict"] = options_.max_tokens;
     QKV_ASSIGN_OR_RETURN(log_, EvalLog::Open(options_.resume, settings_));
@@ -182,6 +184,7 @@ class Evaluation {
       }
     }
     probe_options_.refine = options_.refine;
+    probe_options_.score_batch = options_.score_batch;
     probe_options_.n_threads = options_.n_threads > 0
                                    ? options_.n_threads
                                    : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
@@ -563,6 +566,12 @@ void AddEval(CLI::App& app, int& status) {
       ->capture_default_str()
       ->type_name("CODEC");
   AddRefineOption(*command, options->refine);
+  command
+      ->add_option(
+          "--score-batch", options->score_batch,
+          "protocol handoff: tokens per step of what is scored; 1 reads refinement planes as a generating reader "
+          "does, token by token (default: all in one step, which refines for all of them together)")
+      ->check(CLI::Range(1, 1 << 16));
   command
       ->add_option("--calibration", options->calibration,
                    "for bal: the file that 'calibrate' made (default: beside the model)")

@@ -46,6 +46,12 @@ uint64_t ValuesPerToken(const Geometry& geometry) {
   return uint64_t{2} * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim;
 }
 
+// For reading what is scored.
+ProbeOptions Scoring(ProbeOptions options) {
+  if (options.score_batch > 0) options.n_batch = options.score_batch;
+  return options;
+}
+
 uint64_t BlockBytes(const Geometry& geometry, CodecPair codecs) {
   return PageLayout(geometry, codecs).layer_stride * static_cast<uint64_t>(geometry.n_layers);
 }
@@ -141,7 +147,9 @@ Result<std::unique_ptr<HandoffProbe>> HandoffProbe::Read(std::shared_ptr<const M
   QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(probe->model_, options, {kExact, {}}, tokens.size()));
   QKV_RETURN_IF_ERROR(sequence->Forward(prefix));
   QKV_ASSIGN_OR_RETURN(probe->exact_, sequence->Publish({}));
-  QKV_ASSIGN_OR_RETURN(auto logits, AllLogits(*sequence, probe->scored_));
+  QKV_ASSIGN_OR_RETURN(const auto reader, NewSequence(probe->model_, Scoring(options), {kExact, {}}, tokens.size()));
+  QKV_RETURN_IF_ERROR(reader->Attach(probe->exact_));
+  QKV_ASSIGN_OR_RETURN(auto logits, AllLogits(*reader, probe->scored_));
   probe->reference_ = std::make_unique<ReferenceLogits>(std::move(logits), probe->model_->params().n_vocab);
   return probe;
 }
@@ -151,7 +159,8 @@ Result<ProbeResult> HandoffProbe::ScoreGroups(const TokenGroups& groups) const {
   std::vector<float> importance = importance_;
   if (groups.by == TokenGroups::By::kRandom) importance = RandomImportance(n_prefix);
   QKV_CHECK(importance.size() == static_cast<size_t>(n_prefix));  // else ProbeOptions::importance was not set
-  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, {kExact, {}}, n_prefix + scored_.size()));
+  QKV_ASSIGN_OR_RETURN(const auto sequence,
+                       NewSequence(model_, Scoring(options_), {kExact, {}}, n_prefix + scored_.size()));
   QKV_RETURN_IF_ERROR(sequence->Attach(exact_));
   QKV_RETURN_IF_ERROR(sequence->Regroup(importance, groups.share, groups.high, groups.low));
   ProbeResult result;
@@ -169,7 +178,7 @@ Result<ProbeResult> HandoffProbe::ScoreGroups(const TokenGroups& groups) const {
 Result<ProbeResult> HandoffProbe::Score(const ProbeCodec& codec) const {
   if (codec.groups) return ScoreGroups(*codec.groups);
   const size_t n_ctx = exact_.card.token_ids_size() + scored_.size();
-  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, codec, n_ctx));
+  QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, Scoring(options_), codec, n_ctx));
   QKV_ASSIGN_OR_RETURN(const Context context, HandOver(*sequence, exact_, codec.transform));
   ProbeResult result;
   result.size = SizeOf(context);

@@ -24,6 +24,9 @@ struct ProbeOptions {
   int n_batch = 512;                                           // tokens per step
   std::function<void(size_t done, size_t total)> on_progress;  // of the prefix
   double refine = kDefaultRefine;                              // of the reader, as SequenceOptions
+  // HandoffProbe: scored tokens per step, their own K and V exact all the same; 0: n_batch. Tokens that are read together
+  // share what they refine, so that only 1 shows what a generating reader reads.
+  int score_batch = 0;
   bool importance = false;  // HandoffProbe: observe attention in the prefix, for codecs that group by it; slow
 };
 
