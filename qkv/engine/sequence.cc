@@ -454,7 +454,7 @@ Status Sequence::AppendRows(std::span<const Token> tokens, std::span<const float
                "{} tokens in the context and {} more do not fit a context size of {}", s.tokens.size(), tokens.size(),
                s.options.n_ctx);
   }
-  QKV_RETURN_IF_ERROR(s.kv->BeginStep(static_cast<int>(tokens.size()), /*settle=*/true));
+  QKV_RETURN_IF_ERROR(s.kv->BeginStep(static_cast<int>(tokens.size()), s.SettleNow(/*first=*/true)));
   for (int layer = 0; layer < geometry.n_layers; ++layer) {
     const size_t at = layer_floats * static_cast<size_t>(layer);
     s.kv->AppendRows(layer, &k[at], &v[at], row, 0, 1);
