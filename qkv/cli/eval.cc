@@ -39,7 +39,7 @@ constexpr char kNoise[] = "(noise)";
 struct Options {
   std::string model;
   std::string text;
-  std::vector<std::string> kv = {"i8", "k=i8,v=i4", "i4"};
+  std::vector<std::string> kv = {"exact", "safe", "balanced", "small", "tiny"};
   std::string protocol = "handoff";
   std::string weights = "f32";
   std::string peer = "none";
