@@ -218,7 +218,7 @@ TEST(FlowFileErrors, WrongTypes) {
             "f.yaml:4:17: max_tokens: expected a whole number from 1 to 1048576, found '1.5'");
   for (const char* budget : {"-1", "12 potatoes", "0K", "1.5G"}) {
     EXPECT_EQ(ErrorOf(Agents(fmt::format("  - name: a\n    inherits: {{from: b, budget: {}}}\n", budget))),
-              fmt::format("f.yaml:3:34: budget: expected a number of tokens from 1 to 1073741824, or a size such as "
+              fmt::format("f.yaml:3:33: budget: expected a number of tokens from 1 to 1073741824, or a size such as "
                           "512MiB, found '{}'",
                           budget));
   }
