@@ -36,7 +36,8 @@ struct FlowWorker {
   int prepared = -1;      // who was prepared here
   int threads = 0;        // of the turn
   bool loading = true;
-  bool used = false;           // it has had a turn
+  int turns = 0;               // that it has had
+  bool spoke = false;          // in the turn that it runs
   Clock::time_point deadline;  // of loading, or of the turn
 };
 

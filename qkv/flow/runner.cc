@@ -325,7 +325,8 @@ class Run {
     worker.process->Send(ToLine(*turn));
     worker.deadline = Clock::now() + TurnDeadline(i);
     worker.prepared = worker.last = -1;
-    worker.used = true;
+    ++worker.turns;
+    worker.spoke = false;
     state.hop.started_at_ms = SinceStart();
     Tell(FlowEvent::Kind::kStarted, i);
   }
@@ -426,10 +427,15 @@ class Run {
   // The worker is of no use any more: whose turn it had, or for whom it was loading, has failed this time.
   void Lose(FlowWorker& worker, Error error) {
     int i = worker.agent;
-    if (i < 0 && (worker.loading || (!worker.used && ++agents_[worker.for_agent].idle_losses > kMostIdleLosses))) {
+    if (i < 0 && (worker.loading || (worker.turns == 0 && ++agents_[worker.for_agent].idle_losses > kMostIdleLosses))) {
       i = worker.for_agent;
     }
+    // Who dies without a word in a second turn may have died of the first one, whose answer is here.
+    const bool of_the_last_one = i >= 0 && worker.turns > 1 && !worker.spoke && error.code == Code::kPeerLost;
     Drop(worker);
+    if (of_the_last_one && plan_.state(i) == Plan::State::kRunning && ++agents_[i].idle_losses <= kMostIdleLosses) {
+      return plan_.OnRetried(i);
+    }
     if (i >= 0 && !over(i)) FailAttempt(i, std::move(error));
   }
 
@@ -438,6 +444,7 @@ class Run {
     if (!event) return Lose(worker, event.error());
     const int i = worker.agent;
     const bool running = i >= 0 && !worker.loading;
+    worker.spoke = true;
     if (auto* ready = std::get_if<AgentReady>(&*event); ready != nullptr && worker.loading) {
       worker.tokenizer = std::move(ready->tokenizer);
       worker.loading = false;
