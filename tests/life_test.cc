@@ -218,13 +218,15 @@ bool AnyMemoryFileHolds(const std::string& name, const std::vector<std::byte>& n
 TEST_F(Life, AnEncryptedContextIsReadByWhoMayAttachAndByNobodyElse) {
   auto producer = NewAgent();
   Publish(*producer, "secret", true);
+  const auto plain = producer->sequence().Publish({});
+  ASSERT_TRUE(plain);
+  uint64_t plain_bytes = 0;
+  for (const auto& segment : plain->segments) plain_bytes += segment->bytes();
   const TurnResult expected = Run(*producer, Question());
   EXPECT_TRUE(Info("secret").encrypted);
   EXPECT_EQ(Info("secret").n_tokens, 0u) << "that is inside";
 
   // What the broker holds and what is on disk: neither token ids nor pages.
-  const auto plain = producer->sequence().Publish({});
-  ASSERT_TRUE(plain);
   const std::vector<std::byte> page(plain->segments[0]->page(0) + 64, plain->segments[0]->page(0) + 128);
   ASSERT_TRUE(AnyMemoryFileHolds("qkv-segment", page)) << "the producer's own: the search finds what is there";
   EXPECT_FALSE(AnyMemoryFileHolds("qkv-encrypted", page));
@@ -249,8 +251,6 @@ TEST_F(Life, AnEncryptedContextIsReadByWhoMayAttachAndByNobodyElse) {
     auto consumer = NewAgent();
     const TurnResult attached = Run(*consumer, request);
     EXPECT_EQ(attached.mode, HandoffMode::kCopy);
-    uint64_t plain_bytes = 0;
-    for (const auto& segment : plain->segments) plain_bytes += segment->bytes();
     EXPECT_EQ(attached.bytes_copied, plain_bytes);
     EXPECT_TRUE(attached.steps_down.empty()) << "nothing was refused";
     EXPECT_EQ(attached.output_tokens, expected.output_tokens);

@@ -125,7 +125,7 @@ class Run {
     std::string announced;  // the beginning of its context that can be had while it works
     HopResult hop;          // what is known of it so far
     int retries = 0;        // taken
-    int idle_losses = 0;    // workers started for it that ended before they had a turn
+    int idle_losses = 0;    // workers that ended before they had a turn or said a word in it
     bool was_ready = false;
   };
 

@@ -26,7 +26,6 @@ using std::chrono::seconds;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using ::testing::UnorderedElementsAre;
 
 // A worker that needs no model: a shell script that speaks the protocol. It keeps the lines it got as <model>.setup,
 // <agent>.prepare and <agent>.turn and its pid in `pids`, loads as load-<model>.sh says (at once) and takes an agent's turn
