@@ -104,7 +104,9 @@ class HandoffExact : public ::testing::Test {
                                      "-c",
                                      "4608",
                                      "-t",
-                                     "2"};
+                                     "2",
+                                     "--quality-gate",
+                                     "off"};
     if (!publish_as.empty()) argv.insert(argv.end(), {"--publish", publish_as});
     return Process::Start(argv);
   }
@@ -224,8 +226,16 @@ TEST_F(HandoffExact, TheProducerIsKilledRightAfterPublishing) {
   const std::string text =
       "The mill stood by the river for two hundred years, and nobody in the town could say who had built it.";
   // It stays after publishing, so that there is something to kill.
-  auto victim = Process::Start({QKV_PROGRAM, "publish", "--name", "victim", "--socket", server_->socket_path(), "-m",
-                                TestModelPath(), "-p", text, "--raw", "--kv", "i8", "-c", "4608", "-t", "2", "--hold"});
+  auto victim = Process::Start({QKV_PROGRAM, "publish",
+                                "--name",    "victim",
+                                "--socket",  server_->socket_path(),
+                                "-m",        TestModelPath(),
+                                "-p",        text,
+                                "--raw",     "--kv",
+                                "i8",        "-c",
+                                "4608",      "-t",
+                                "2",         "--quality-gate",
+                                "off",       "--hold"});
   std::string id;
   ASSERT_TRUE(Eventually(
       [&] {

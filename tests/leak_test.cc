@@ -120,7 +120,7 @@ class Leak : public ::testing::Test {
         "The mill stood by the river for two hundred years, and nobody in the town could say who "
         "had built it or why it was so far from the road.";
     auto victim = Process::Start({QKV_PROGRAM, "publish", "--name", name, "--socket", socket_, "-m", TestModelPath(),
-                                  "-p", text, "--raw", "-c", "256", "-t", "2", "--hold"});
+                                  "-p", text, "--raw", "-c", "256", "-t", "2", "--quality-gate", "off", "--hold"});
     ASSERT_TRUE(Eventually([&] { return ContextsAtTheBroker() == 1; })) << victim->errors();
     const auto held = FetchContext(*client_, name);
     ASSERT_TRUE(held) << held.error().message;

@@ -380,9 +380,9 @@ TEST_F(Life, AHoldingPublisherFindsARestartedBrokerByItself) {
   };
   auto broker = start();
   ASSERT_TRUE(Eventually([&] { return BrokerClient::Connect(socket).has_value(); }));
-  const auto publisher =
-      Process::Start({QKV_PROGRAM, "publish", "--name", "held", "--socket", socket, "-m", TestModelPath(), "-p",
-                      "The mill stood by the river.", "--raw", "-c", "256", "--pin", "--ttl", "3600", "--hold"});
+  const auto publisher = Process::Start({QKV_PROGRAM, "publish", "--name", "held", "--socket", socket, "-m",
+                                         TestModelPath(), "-p", "The mill stood by the river.", "--raw", "-c", "256",
+                                         "--pin", "--ttl", "3600", "--quality-gate", "off", "--hold"});
   ASSERT_TRUE(find("held")) << publisher->errors();
   ASSERT_EQ(::kill(broker->pid(), SIGKILL), 0);
   EXPECT_EQ(broker->Wait(kPatience), 128 + SIGKILL);
