@@ -320,7 +320,9 @@ class Run {
     turn->trace = options_.trace;
     if (HandsOver() && plan_.publishes(i)) {
       turn->publish_as = NameOf(i);
-      turn->announce = options_.ahead;
+      turn->announce = options_.ahead && std::ranges::any_of(plan_.readers(i), [&](int reader) {
+                         return !GoesOnInPlace(reader);  // which has it all at hand
+                       });
     }
     worker.process->Send(ToLine(*turn));
     worker.deadline = Clock::now() + TurnDeadline(i);

@@ -517,6 +517,8 @@ TEST_F(RunnerTest, TheFirstToGoOnFromAContextDoesSoInItsProducersWorker) {
   Does("c", "while [ ! -e d.turn ]; do sleep 0.01; done; answer");  // d must have another
   const auto in_place = run();
   EXPECT_EQ(in_place.at("b"), in_place.at("a"));
+  EXPECT_FALSE(TurnOf("a").announce) << "nobody else would look at it";
+  EXPECT_TRUE(TurnOf("b").announce) << "d gets ready elsewhere";
   EXPECT_EQ(in_place.at("c"), in_place.at("a"));
   EXPECT_NE(in_place.at("d"), in_place.at("a"));
   Does("a", "while [ ! -e b.prepare ]; do sleep 0.01; done; answer");
