@@ -230,7 +230,8 @@ class Run {
   // Agent i needs no worker but that of the agent whose context it goes on from, where all of it is at hand.
   bool GoesOnInPlace(int i) const {
     const int producer = node(i).inherits;
-    return options_.in_place && producer >= 0 && plan_.heir(producer) == i && ModelOf(producer) == ModelOf(i);
+    if (!options_.in_place || !HandsOver() || producer < 0) return false;
+    return plan_.heir(producer) == i && ModelOf(producer) == ModelOf(i);
   }
   // That worker, while it is at that turn or idle after it.
   FlowWorker* WorkerOfProducer(int i) const {
