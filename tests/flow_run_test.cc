@@ -18,6 +18,8 @@
 
 #include "qkv/broker/server.h"
 #include "qkv/engine/test_support.h"
+#include "qkv/flow/agent_process.h"
+#include "qkv/flow/agent_protocol.h"
 #include "qkv/flow/runner.h"
 #include "tests/process.h"
 
@@ -231,6 +233,36 @@ TEST(FlowExact, JobsThreadsAndDelaysChangeNothing) {
     EXPECT_EQ(result->hops[4].reason, Reason::kNone);
   }
   ASSERT_EQ(first.size(), 5u);
+}
+
+// What a worker answers in the last of these commands, a turn.
+TurnResult AnswerTo(const std::vector<AgentCommand>& commands) {
+  auto worker = AgentProcess::Start({QKV_PROGRAM, "agent-worker"});
+  EXPECT_TRUE(worker) << worker.error().message;
+  (*worker)->Send(ToLine(AgentCommand(AgentSetup{.model = TestModelPath()})));
+  for (const AgentCommand& command : commands) (*worker)->Send(ToLine(command));
+  std::optional<TurnResult> result;
+  Eventually(
+      [&] {
+        EXPECT_TRUE((*worker)->Pump());
+        while (const auto line = (*worker)->NextLine()) {
+          auto event = ParseAgentEvent(*line);
+          if (event && std::holds_alternative<AgentDone>(*event)) result = std::get<AgentDone>(*event).result;
+        }
+        return result.has_value() || (*worker)->output_ended();
+      },
+      kPatience);
+  EXPECT_TRUE(result.has_value());
+  return result.value_or(TurnResult{});
+}
+
+TEST(FlowExact, WhatWasReadAheadForAnAgentIsNobodyElses) {
+  const AgentPrepare ahead{.agent = "reader", .n_ctx = 512, .prefix = true, .system = "You are terse."};
+  const AgentTurn turn{
+      .agent = "other", .n_ctx = 512, .prompt = "Name a river.", .max_tokens = 4, .digest_logits = true};
+  const TurnResult fresh = AnswerTo({turn}), after = AnswerTo({ahead, turn});
+  EXPECT_EQ(after.context_tokens, fresh.context_tokens);
+  EXPECT_EQ(after.logits_digest, fresh.logits_digest);
 }
 
 // --- faults ---------------------------------------------------------------------------------------------------------

@@ -167,8 +167,11 @@ class Worker {
       QKV_ASSIGN_OR_RETURN(kv, BestWithinBytes(command.max_bytes, command.n_ctx, model_->geometry()));
     }
     const auto key = std::tuple(ToString(kv), command.n_ctx, command.threads, command.trace);
-    if (agent_ != nullptr && key == agent_key_) return {};
+    // What was read ahead for one agent is nobody else's; what a turn left is replaced by what the next one inherits.
+    const bool may_stay = used_ || made_for_ == command.agent;
+    if (agent_ != nullptr && may_stay && key == agent_key_) return {};
     agent_.reset();
+    made_for_ = command.agent;
     trace_ = std::make_unique<Trace>("");  // the runner knows whose it is
     SequenceOptions options = {.n_ctx = command.n_ctx, .n_threads = command.threads, .kv = kv};
     options.refine = refine_;
@@ -236,6 +239,7 @@ class Worker {
   std::unique_ptr<Trace> trace_ = std::make_unique<Trace>("");  // of the agent
   std::unique_ptr<Agent> agent_;
   std::tuple<std::string, int, int, bool> agent_key_;
+  std::string made_for_;
   bool used_ = false;  // the agent has had a turn; what it holds is kept for whoever goes on from it at once
   bool in_turn_ = false;
 };
