@@ -171,7 +171,8 @@ class EvalProgram : public ::testing::Test {
   void SetUp() override {
     testing::WriteTinyModel({}, model_);
     std::ofstream out(text_);
-    for (int i = 0; i < 300; ++i) out << "Line " << i << " says " << (i * 7919) % 1000 << ".\n";
+    for (int i = 0; i < 300; ++i)
+      out << "Line_" << i << "_says_" << (i * 7919) % 1000 << ".\n";  // a space is three bytes to it
   }
   struct Ran {
     int status = -1;

@@ -491,17 +491,6 @@ TEST_F(Ladder, ACodecThatDoesNotHurtIsAdmitted) {
   EXPECT_EQ(attached->mode, HandoffMode::kAttach);
 }
 
-TEST_F(Ladder, AContinuationThatIsNotTheExactOne) {
-  model_ = Load({.k_outlier = 1 << 12, .q_scale = 16});
-  admit_ = [&](const Context& context) -> Status {
-    QKV_ASSIGN_OR_RETURN(const SampleScore score, CompareContinuation(model_, context, 4, 1));
-    if (score.kl_mean() <= 1e-3) return {};
-    return Err(Code::kIncompatible, Reason::kQualityGate, "mean KL {} over {} tokens", score.kl_mean(), score.n());
-  };
-  Publish(Made(model_));
-  ExpectStepsDownAndCounted({Reason::kQualityGate});
-}
-
 // --- damage ------------------------------------------------------------------------------------------------------
 
 TEST_F(Ladder, AFlippedBitInTheLastPage) {

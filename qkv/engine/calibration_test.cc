@@ -24,13 +24,17 @@ using ::testing::HasSubstr;
 constexpr Geometry kGeometry = {.n_layers = 2, .n_kv_heads = 2, .head_dim = 32};
 constexpr int kHeads = 4;
 
-// Rows whose channels depend on each other: x = M n for normal n, M random, another one per head.
+// Rows whose channels depend on each other: x = M n for normal n, M near the identity (no direction is without energy),
+// another one per head.
 std::vector<float> Correlated(int n, int heads, int seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
   const int d = kGeometry.head_dim;
   std::vector<float> mix(static_cast<size_t>(heads) * d * d), rows(static_cast<size_t>(n) * heads * d, 0.0f);
-  for (float& x : mix) x = normal(random) / 4;
+  for (size_t i = 0; i < mix.size(); ++i) {
+    const bool diagonal = i / static_cast<size_t>(d) % static_cast<size_t>(d) == i % static_cast<size_t>(d);
+    mix[i] = normal(random) / 10 + (diagonal ? 1.0f : 0.0f);
+  }
   for (int i = 0; i < n; ++i) {
     for (int h = 0; h < heads; ++h) {
       for (int j = 0; j < d; ++j) {
