@@ -177,7 +177,7 @@ agents:
 )";
   const auto reader = [&](const std::string& splice) {
     return documents +
-           "  - {name: r, system: You compare., reads: [wood, stone], prompt: Which burned?, max_tokens: 8, " +
+           "  - {name: r, system: You compare., reads: [wood, stone], prompt: 'Which burned?', max_tokens: 8, " +
            "splice: " + splice + "}\n";
   };
   const auto run = [&](const std::string& splice, FlowMode mode) {
