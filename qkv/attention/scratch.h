@@ -44,7 +44,7 @@ struct Scratch {
       carve(*row_values, padded_rows);
     }
     carve(k_panel, dim * kPageTokens);
-    carve(v_panel, dim * kPageTokens * (few ? 1 : kGroupPages));
+    carve(v_panel, dim * kPageTokens * kGroupPages);  // few rows, too, take so many pages where some are refined
     carve(q_rows, rows * dim);
     carve(q_i8, rows * dim);
     carve(q_i8_scale, padded_rows);
@@ -88,7 +88,7 @@ struct Scratch {
   float* base = nullptr;          // [rows], added to this group's outputs
   float* ones = nullptr;          // [rows], 1
   float* k_panel = nullptr;       // [head_dim][32]
-  float* v_panel = nullptr;       // [32 or 128][head_dim]
+  float* v_panel = nullptr;       // [4 * 32][head_dim]
 
   // For kernels on the codes. Quantized queries are signed 16-bit pairs of channels, in the order in which the codes lie.
   float* q_rows = nullptr;           // as q, [rows][head_dim]
