@@ -439,6 +439,7 @@ const std::vector<IdentityChange>& IdentityChanges() {
       {"adapters[0].digest", [](ModelIdentity& m) { m.mutable_adapters(0)->set_digest(std::string(32, '9')); }},
       {"adapters[0].scale", [](ModelIdentity& m) { m.mutable_adapters(0)->set_scale(0.25f); }},
       {"norm_eps", [](ModelIdentity& m) { m.set_norm_eps(1e-6f); }},
+      {"calibration_digest", [](ModelIdentity& m) { m.set_calibration_digest(std::string(32, 'c')); }},
   };
   return *changes;
 }

@@ -465,7 +465,7 @@ TEST(Examples, SchemaAndParserKnowTheSameKeys) {
     EXPECT_FALSE(unknown("agents: [{" + key + ": []}]\n")) << key;
     ++keys;
   }
-  EXPECT_EQ(keys, 8u + 20u) << "a new key of an agent belongs into the schema and FLOWS.md";
+  EXPECT_EQ(keys, 8u + 21u) << "a new key of an agent belongs into the schema and FLOWS.md";
 }
 
 TEST(Texts, ReplaceReferences) {
@@ -572,7 +572,7 @@ TEST(Document, IsAnAgentThatOnlyReads) {
   EXPECT_EQ(flow->Graph()[0].write_tokens, 0);
 
   EXPECT_EQ(ErrorOf(Agents("  - {name: a, document: x, max_tokens: 3}\n")),
-            "f.yaml:2:27: agent 'a': 'max_tokens' has no meaning with 'document', which is only read");
+            "f.yaml:2:28: agent 'a': 'max_tokens' has no meaning with 'document', which is only read");
   EXPECT_THAT(ErrorOf(Agents("  - {name: a, document: x, prompt: y}\n")), HasSubstr("'prompt' has no meaning"));
   EXPECT_THAT(ErrorOf(Agents("  - {name: a, document: ''}\n")), HasSubstr("'document' is missing or empty"));
   const std::string doc = "  - {name: a, document: x}\n";
