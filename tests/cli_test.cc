@@ -274,7 +274,7 @@ TEST_F(Cli, WhatItDoesNotUnderstandIsNamedWithTheWayToHelp) {
   ExpectUsageError({"generate", "-p", "hi", "-n", "many"}, "many");
   ExpectUsageError({"generate", "-p", "hi", "-c", "0"}, "0");
   ExpectUsageError({"attach", "story", "--on-miss", "weep"}, "weep");
-  ExpectUsageError({"generate", "-p", "hi", "--kv", "8", "--kv-bits", "4.3"}, "--kv-bits excludes --kv");
+  ExpectUsageError({"generate", "-p", "hi", "--kv", "8", "--kv-bits", "4.3"}, "--kv excludes --kv-bits");
   ExpectUsageError({"generate", "-p", "hi", "--kv-bits", "0.5"}, "0.5");
   ExpectUsageError({"attach", "story", "--refine", "1.5"}, "1.5");
   ExpectUsageError({"run", "flow.yaml", "--refine", "-1"}, "-1");

@@ -229,7 +229,9 @@ TEST(FlowExact, JobsThreadsAndDelaysChangeNothing) {
     EXPECT_EQ(OutputsOf(*result), first) << "round " << round;
     EXPECT_EQ(result->hops[4].handoff, HandoffMode::kSplice);
     EXPECT_EQ(result->hops[4].splice, "hide");
-    EXPECT_EQ(result->hops[4].spans_spliced, 2);
+    // Of b all is read again: its system message ends in the page that the rest of it is in.
+    EXPECT_EQ(result->hops[4].spans_spliced, 1);
+    EXPECT_GT(result->hops[4].tokens_repaired, 0);
     EXPECT_EQ(result->hops[4].reason, Reason::kNone);
   }
   ASSERT_EQ(first.size(), 5u);

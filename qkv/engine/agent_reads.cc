@@ -64,15 +64,17 @@ Status Agent::FetchAll(const TurnRequest& request, std::vector<Reading>& reading
     Reading& reading = readings.emplace_back(Reading{.read = &read, .context = {}, .tokens = read.history});
     int prefix_tokens = read.prefix_tokens;
     if (!read.context.empty()) {
-      auto fetched = FetchToRead(read);
-      if (fetched) {
-        const CacheCard& card = fetched->card;
-        encrypted_ |= fetched->encrypted;
+      const auto take_text = [&](const CacheCard& card) {
         prefix_tokens = static_cast<int>(card.turn().prefix_tokens());
         const bool same_tokens = card.model().tokenizer_digest() == model_->identity().tokenizer_digest();
         if (reading.tokens.empty() && same_tokens) {
           reading.tokens.assign(card.token_ids().begin(), card.token_ids().end());
         }
+      };
+      auto fetched = FetchToRead(read);
+      if (fetched) {
+        encrypted_ |= fetched->encrypted;
+        take_text(fetched->card);
         result.bytes_copied += fetched->copied_bytes;
         reading.context = *std::move(fetched);
       } else {
@@ -82,6 +84,13 @@ Status Agent::FetchAll(const TurnRequest& request, std::vector<Reading>& reading
           return tl::unexpected(fetched.error());
         }
         StepDownToText(WantedFor(request, i), fetched.error(), result);
+        // Pages that may not be used still know their text.
+        if (reading.tokens.empty() && read.splice.kind == SplicePolicy::Kind::kOff && broker_ != nullptr) {
+          if (const auto context = Fetch(read.context)) {
+            take_text(context->card);
+            if (context->lease != 0) (void)broker_->ReleaseLease(context->lease);
+          }
+        }
       }
     }
     if (reading.tokens.empty()) {

@@ -76,7 +76,8 @@ SomeContext Some() {
     const int encoded_at = !moved ? context.tokens : *rc::gen::elementOf(std::vector<int>{0, 7, 64, 1000});
     const auto segment = SegmentOf(pages, encoded_at);
     const int offset = context.tokens - encoded_at;
-    SegmentSpan span{segment, 0, pages.size(), 0, offset, encoded_at == 0 && offset != 0 && *rc::gen::arbitrary<bool>()};
+    SegmentSpan span{segment, 0,      pages.size(),
+                     0,       offset, encoded_at == 0 && offset != 0 && *rc::gen::arbitrary<bool>()};
     for (const int n : pages) span.n_tokens += n;
     span.n_tokens -= *rc::gen::inRange(0, pages.back());  // of the last page perhaps not all
     context.tokens += span.n_tokens;

@@ -67,8 +67,9 @@ TEST_F(TurnMakerTest, FillsInTextsAndSettings) {
 }
 
 TEST_F(TurnMakerTest, SaysHowContextsMayBeSplicedAndWhatOfThemIsASystemMessage) {
-  Given("  - {name: a, system: s, prompt: p}\n  - {name: b, prompt: q, reads: {from: a, splice: auto}}\n"
-        "  - {name: c, inherits: a, prompt: r}\n");
+  Given(
+      "  - {name: a, system: s, prompt: p}\n  - {name: b, prompt: q, reads: {from: a, splice: auto}}\n"
+      "  - {name: c, inherits: a, prompt: r}\n");
   Finished(0);
   all_[0].result.prefix_tokens = 2;
   for (const FlowMode mode : {FlowMode::kHandoff, FlowMode::kText}) {
