@@ -67,45 +67,37 @@ class ItemRun {
     // Tokens before `all_see` are visible to every query of the tile, tokens from `none_sees` on to none.
     const int all_see = plan_.n_keys - plan_.n_queries + item_.first_query + 1;
     const int none_sees = all_see + item_.n_queries - 1;
-    const bool refines = Refines();
-    if (refines) Peek(all_see);
+    refines_ = Refines();
+    if (refines_) Peek(all_see);
 
     PageBlocks queue[2 * kGroupPages + kPagesAhead];
-    const size_t capacity = static_cast<size_t>(plan_.step_pages) * (refines ? 2 : 1) + kPagesAhead;
+    const size_t capacity = static_cast<size_t>(plan_.step_pages) * (refines_ ? 2 : 1) + kPagesAhead;
     size_t queued = 0;
     const auto fill = [&] {
       while (queued < capacity && walk_.Next(none_sees, queue[queued])) ++queued;
       return std::span<const PageBlocks>(queue, queued);
     };
-    // Where tokens are refined, a step's are chosen before the values of the step before it are read: by the time they
-    // are wanted, their bytes are here.
+    if (refines_) refiner_.Begin();
     size_t n = ScoreStep(fill(), all_see);
-    if (refines) refiner_.Choose(fill().first(n), scores_);
     while (n > 0) {
       const std::span<const PageBlocks> pages = fill(), step = pages.first(n);
-      size_t next = 0;
-      if (refines) {
-        refiner_.Advance();
-        SwapScores();
-        next = ScoreStep(pages.subspan(n), all_see);
-        SwapScores();
+      if (refines_) {
+        refiner_.Choose(step, scores_);
         RefineScores(step);
       }
       SoftmaxStep(rows_, n * kPageTokens, scores_, x_);
-      if (refines) {
-        SwapScores();
-        refiner_.Choose(pages.subspan(n, next), scores_);
-        SwapScores();
-      }
-      Values(pages, n);
-      if (refines) {
+      size_t next = 0;
+      if (refines_) {
+        next = ValuesAndNextScores(pages, n, all_see);
         RefineValues(step);
         if (counts != nullptr) Count(step, none_sees, *counts);
         SwapScores();
+      } else {
+        Values(pages, 0, n, x_.keep);
       }
       queued -= n;
       std::copy_n(queue + n, queued, queue);
-      n = refines ? next : ScoreStep(fill(), all_see);
+      n = refines_ ? next : ScoreStep(fill(), all_see);
     }
     UseOutputFrame(plan_.n_chunks > 1 && plan_.partials_rotated);
   }
@@ -201,9 +193,9 @@ class ItemRun {
     Rotate(x_.line, plan_.shape.head_dim);
   }
 
-  void Values(std::span<const PageBlocks> pages, size_t n) {
-    const float* keep = x_.keep;  // the step's first kernel brings earlier outputs onto the new maximum
-    for (size_t slot = 0; slot < n; keep = x_.ones) {
+  // Of the step's pages in slots [slot, end). `keep`: the step's first kernel brings earlier outputs onto the new maximum.
+  void Values(std::span<const PageBlocks> pages, size_t slot, size_t end, const float* keep) {
+    for (; slot < end; keep = x_.ones) {
       const bool rotated = blocks::IsRotated(pages[slot].codecs.v);
       UseOutputFrame(rotated);
       outputs_empty_ = false;
@@ -215,7 +207,7 @@ class ItemRun {
         continue;
       }
       const size_t first = slot;
-      for (; slot < n && !RunsOnCodes(pages[slot].codecs.v) && blocks::IsRotated(pages[slot].codecs.v) == rotated;
+      for (; slot < end && !RunsOnCodes(pages[slot].codecs.v) && blocks::IsRotated(pages[slot].codecs.v) == rotated;
            ++slot) {
         CodecOf(pages[slot].codecs.v)
             .unpack(Side::kV, pages[slot].v, plan_.shape.head_dim, x_.v_panel + (slot - first) * kPageTokens * dim_);
@@ -243,16 +235,37 @@ class ItemRun {
     }
   }
 
+  // Of the page that `pages` begins with.
+  void ScorePage(std::span<const PageBlocks> pages, size_t slot, int all_see) {
+    const PageBlocks& page = pages.front();
+    Scores(pages, slot);
+    if (page.tokens < kPageTokens || page.first_key + kPageTokens > all_see || page.hide_first) {
+      Mask(page, slot, all_see);
+    }
+    if (refines_) refiner_.See(page, slot, scores_);
+  }
+
   // Scores of the step that `pages` begins with; returns how many pages it has.
   size_t ScoreStep(std::span<const PageBlocks> pages, int all_see) {
     const size_t n = std::min(pages.size(), static_cast<size_t>(plan_.step_pages));
-    for (size_t i = 0; i < n; ++i) Scores(pages.subspan(i), i);
-    for (size_t i = 0; i < n; ++i) {
-      if (pages[i].tokens < kPageTokens || pages[i].first_key + kPageTokens > all_see || pages[i].hide_first) {
-        Mask(pages[i], i, all_see);
-      }
-    }
+    for (size_t i = 0; i < n; ++i) ScorePage(pages.subspan(i), i, all_see);
     return n;
+  }
+
+  // Values of the step of n pages that `pages` begins with and, page by page in turn, scores of the next step, of which
+  // it returns the number of pages: by the time that tokens are refined, their bytes are here.
+  size_t ValuesAndNextScores(std::span<const PageBlocks> pages, size_t n, int all_see) {
+    const size_t next = std::min(pages.size() - n, static_cast<size_t>(plan_.step_pages));
+    refiner_.Begin();
+    for (size_t i = 0; i < std::max(n, next); ++i) {
+      if (i < next) {
+        SwapScores();
+        ScorePage(pages.subspan(n + i), i, all_see);
+        SwapScores();
+      }
+      if (i < n) Values(pages, i, i + 1, i == 0 ? x_.keep : x_.ones);
+    }
+    return next;
   }
 
   // Between those of a step and those of the next one.
@@ -273,27 +286,24 @@ class ItemRun {
     }
   }
 
-  // Puts into maxima the largest scores among an exact first token and the two newest pages that all queries see: a
-  // maximum that is high from the start keeps tokens from being refined in vain. As a running maximum any number will do.
+  // Puts into maxima the largest scores among the newest page that all queries see and an exact first token: a maximum
+  // that is high from the start keeps tokens from being refined in vain. As a running maximum any number will do.
   void Peek(int all_see) {
-    if (pages_[0].exact_first && blocks::IsRotated(pages_[0].codecs.k) && !pages_[0].hide_first) {
-      const PageBlocks page = walk_.At(0, 0);
-      queries_.Use(FrameOf(page));
-      LoadConstant(page, Constant::kFirstK);
-      for (size_t row = 0; row < rows_; ++row) x_.maxima[row] = Dot(queries_.Row(row), x_.line, dim_);
+    size_t newest = pages_.size() - 1;
+    int first_key = plan_.n_keys - pages_[newest].tokens;
+    while (first_key >= all_see) first_key -= pages_[--newest].tokens;
+    const PageBlocks page = walk_.At(newest, first_key);
+    Scores({&page, 1}, 0);
+    Mask(page, 0, all_see, /*all_alike=*/true);
+    for (size_t row = 0; row < rows_; ++row) {
+      x_.maxima[row] = LargestScore(ScoresAt(row, 0), kPageTokens, x_.maxima[row]);
     }
-    int first_key = plan_.n_keys;
-    int peeked = 0;
-    for (size_t i = pages_.size(); i-- > 0 && peeked < 2;) {
-      first_key -= pages_[i].tokens;
-      if (first_key >= all_see) continue;
-      ++peeked;
-      const PageBlocks page = walk_.At(i, first_key);
-      Scores({&page, 1}, 0);
-      Mask(page, 0, all_see, /*all_alike=*/true);
-      for (size_t row = 0; row < rows_; ++row) {
-        x_.maxima[row] = LargestScore(ScoresAt(row, 0), kPageTokens, x_.maxima[row]);
-      }
+    if (!pages_[0].exact_first || !blocks::IsRotated(pages_[0].codecs.k) || pages_[0].hide_first) return;
+    const PageBlocks first = walk_.At(0, 0);
+    queries_.Use(FrameOf(first));
+    LoadConstant(first, Constant::kFirstK);
+    for (size_t row = 0; row < rows_; ++row) {
+      x_.maxima[row] = std::max(x_.maxima[row], Dot(queries_.Row(row), x_.line, dim_));
     }
   }
 
@@ -619,6 +629,7 @@ class ItemRun {
   bool few_;
   RowBlocks blocks_;
   bool quads_;  // see QuadSum
+  bool refines_ = false;
   Scratch x_;
   Queries queries_;
   Refiner refiner_;

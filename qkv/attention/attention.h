@@ -81,7 +81,7 @@ struct Rope {
 //
 // Refinement: an item takes its pages in steps of step_pages. A token with a refinement plane is refined, for all rows of
 // the tile, if for one of them its score without refinement is at least L - refine_threshold, where L is the largest
-// score of that row among: an exact first token of the context; the two newest pages that the whole tile sees, without
+// score of that row among: an exact first token of the context; the newest page that the whole tile sees, without
 // refinement; earlier steps of the item; this step, without refinement.
 class AttentionPlan {
  public:

@@ -11,9 +11,10 @@ namespace qkv {
 namespace {
 
 // Enough items to keep 16 threads busy although they differ in length, and chunks long enough (512 tokens) that
-// preparing the queries and merging do not show.
+// preparing the queries and merging do not show; or, where tokens are refined, what an item does before its first page.
 constexpr int kWantedItems = 48;
 constexpr int kMinChunkPages = 16;
+constexpr int kMinChunkPagesOfRefined = 32;
 
 int DivideUp(int a, int b) {
   return (a + b - 1) / b;
@@ -40,11 +41,11 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, int n_queries, std::sp
   tile_queries = DivideUp(n_queries, n_tiles);
   n_tiles = DivideUp(n_queries, tile_queries);
 
-  const int wanted_chunks = DivideUp(kWantedItems, shape.n_kv_heads * n_tiles);
-  chunk_pages = std::max(DivideUp(n_pages, wanted_chunks), kMinChunkPages);
-  chunk_pages = DivideUp(chunk_pages, attention::kGroupPages) * attention::kGroupPages;
   const bool refines = refine_threshold >= 0 &&
                        std::ranges::any_of(pages, [](const PageRef& page) { return page.refinement != nullptr; });
+  const int wanted_chunks = DivideUp(kWantedItems, shape.n_kv_heads * n_tiles);
+  chunk_pages = std::max(DivideUp(n_pages, wanted_chunks), refines ? kMinChunkPagesOfRefined : kMinChunkPages);
+  chunk_pages = DivideUp(chunk_pages, attention::kGroupPages) * attention::kGroupPages;
   step_pages = tile_rows() <= attention::kFewRows && !refines ? 1 : attention::kGroupPages;
   partials_rotated = blocks::IsRotated(pages.front().codecs.v);
   n_chunks = DivideUp(n_pages, chunk_pages);

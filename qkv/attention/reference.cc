@@ -178,7 +178,7 @@ Refined RefinedByReference(const AttentionPlan& plan, std::span<const PageRef> p
       if (pages[0].exact_first && blocks::IsRotated(pages[0].codecs.k)) take(largest, base, 0, 0);
       const int newest = plan.n_keys - plan.n_queries + item.first_query;  // key that the whole tile sees
       for (size_t p = 0; p < n_pages; ++p) {
-        const bool peeked = first_key[p] <= newest && (p + 2 >= n_pages || first_key[p + 2] > newest);
+        const bool peeked = first_key[p] <= newest && (p + 1 == n_pages || first_key[p + 1] > newest);
         for (int t = 0; t < pages[p].tokens && peeked && first_key[p] + t <= newest; ++t) take(largest, base, p, t);
       }
       const size_t end = static_cast<size_t>(item.first_page + item.n_pages);

@@ -38,14 +38,15 @@ HWY_INLINE float LargestScore(const float* scores, size_t n, float largest) {
   return hn::GetLane(hn::MaxOfLanes(d, maximum));
 }
 
-// Bit t: some row's score of token t reaches the row's limit. `scores`: of the first row.
-HWY_INLINE uint32_t TokensAtLimits(const float* scores, const float* limits, size_t rows) {
+// Bit t: some row's score of token t comes within `threshold` of the row's limit. `scores`: of the first row.
+HWY_INLINE uint32_t TokensAtLimits(const float* scores, const float* limits, float threshold, size_t rows) {
   const DF d;
   uint32_t tokens = 0;
   for (size_t t = 0; t < kPageTokens; t += kLanes) {
-    auto reached = hn::Ge(hn::LoadU(d, scores + t), hn::Set(d, limits[0]));
+    auto reached = hn::Ge(hn::LoadU(d, scores + t), hn::Set(d, limits[0] - threshold));
     for (size_t row = 1; row < rows; ++row) {
-      reached = hn::Or(reached, hn::Ge(hn::LoadU(d, scores + row * kScoreStride + t), hn::Set(d, limits[row])));
+      reached =
+          hn::Or(reached, hn::Ge(hn::LoadU(d, scores + row * kScoreStride + t), hn::Set(d, limits[row] - threshold)));
     }
     uint8_t bits[8] = {};
     hn::StoreMaskBits(d, reached, bits);

@@ -39,37 +39,43 @@ class Refiner {
         rows_(rows),
         x_(x),
         queries_(queries),
-        chosen_(x.refined),
-        next_(x.refined + kScoreStride) {}
+        chosen_(x.refined) {}
 
-  // Chooses the tokens of the next step by the rule of AttentionPlan and begins to fetch them.
-  void Choose(std::span<const PageBlocks> step, const float* scores) {
+  // A step begins.
+  void Begin() { std::copy_n(x_.maxima, rows_, x_.limits); }
+
+  // With the scores of one page more, as if they were the step's last: begins to fetch what may be chosen.
+  void See(const PageBlocks& page, size_t slot, const float* scores) {
+    scores += slot * kPageTokens;
     for (size_t row = 0; row < rows_; ++row) {
-      x_.limits[row] =
-          LargestScore(scores + row * kScoreStride, step.size() * kPageTokens, x_.maxima[row]) - threshold_;
+      x_.limits[row] = LargestScore(scores + row * kScoreStride, kPageTokens, x_.limits[row]);
     }
-    n_next_ = 0;
-    for (size_t slot = 0; slot < step.size(); ++slot) {
-      const std::byte* const blocks[] = {step[slot].k_refinement, step[slot].v_refinement};
-      if (blocks[0] == nullptr) continue;
-      uint32_t tokens = TokensAtLimits(scores + slot * kPageTokens, x_.limits, rows_);
-      if (tokens == 0) continue;
-      for (const std::byte* block : blocks) __builtin_prefetch(block + ScaleOffset());
-      for (; tokens != 0; tokens &= tokens - 1) {
-        const size_t t = static_cast<size_t>(std::countr_zero(tokens));
-        next_[n_next_++] = static_cast<uint8_t>(slot * kPageTokens + t);
-        for (const std::byte* block : blocks) {
-          for (size_t i = 0; i < dim_ / 2; i += 64) __builtin_prefetch(block + t * dim_ / 2 + i);
-        }
+    const std::byte* const blocks[] = {page.k_refinement, page.v_refinement};
+    if (blocks[0] == nullptr) return;
+    uint32_t tokens = TokensAtLimits(scores, x_.limits, threshold_, rows_);
+    if (tokens == 0) return;
+    for (const std::byte* block : blocks) __builtin_prefetch(block + ScaleOffset());
+    for (; tokens != 0; tokens &= tokens - 1) {
+      const size_t t = static_cast<size_t>(std::countr_zero(tokens));
+      for (const std::byte* block : blocks) {
+        for (size_t i = 0; i < dim_ / 2; i += 64) __builtin_prefetch(block + t * dim_ / 2 + i);
       }
     }
   }
 
-  // The next step's tokens become those at hand.
-  void Advance() {
-    std::swap(chosen_, next_);
-    n_chosen_ = n_next_;
+  // Chooses tokens by the rule of AttentionPlan, when all of the step's pages have been seen.
+  void Choose(std::span<const PageBlocks> step, const float* scores) {
+    n_chosen_ = 0;
+    for (size_t slot = 0; slot < step.size(); ++slot) {
+      if (step[slot].k_refinement == nullptr) continue;
+      uint32_t tokens = TokensAtLimits(scores + slot * kPageTokens, x_.limits, threshold_, rows_);
+      for (; tokens != 0; tokens &= tokens - 1) {
+        const size_t t = static_cast<size_t>(std::countr_zero(tokens));
+        chosen_[n_chosen_++] = static_cast<uint8_t>(slot * kPageTokens + t);
+      }
+    }
   }
+
   std::span<const uint8_t> tokens() const { return {chosen_, n_chosen_}; }
 
   // For few rows, token by token: what refinement adds to scores, and to outputs, which are in the rotated frame.
@@ -197,9 +203,7 @@ class Refiner {
   const Scratch& x_;
   Queries& queries_;
   uint8_t* chosen_;
-  uint8_t* next_;
   size_t n_chosen_ = 0;
-  size_t n_next_ = 0;
 };
 
 }  // namespace HWY_NAMESPACE

@@ -67,7 +67,7 @@ struct Scratch {
     carve(q_bytes_sum, padded_rows);
     carve(weight_sum, padded_rows);
     carve(expanded, kPageTokens * dim + 64);
-    carve(refined, 2 * kScoreStride);
+    carve(refined, kScoreStride);
     carve(refined_scale, kScoreStride);
     carve(q_sums, padded_rows);
     carve(zeros, padded_rows);
@@ -109,13 +109,13 @@ struct Scratch {
   // For rotated pages and refinement planes.
   float* line = nullptr;           // [head_dim], some row
   float* q_mean = nullptr;         // [rows], queries times the mean of the keys
-  float* limits = nullptr;         // [rows], scores from which on a token is refined
+  float* limits = nullptr;         // [rows], the largest scores so far, without refinement of the step at hand
   int32_t* q_bytes = nullptr;      // [head_dim / 4][2 digits][rows of the block] per block, four s8 each
   float* q_bytes_scale = nullptr;  // [rows]
   int32_t* q_bytes_sum = nullptr;  // [rows]
   int32_t* weight_sum = nullptr;   // [rows]
   int8_t* expanded = nullptr;  // [32 * head_dim] codes of a block, a byte each, in the order of i8; and 64 bytes more
-  uint8_t* refined = nullptr;  // [2][kScoreStride], of two steps: the refined tokens, each as 32 * slot + token
+  uint8_t* refined = nullptr;  // [kScoreStride], the step's refined tokens, each as 32 * slot + token
   float* refined_scale = nullptr;  // [kScoreStride], of the step's tokens with a refinement plane
   float* q_sums = nullptr;         // [rows], of q_rows
   float* zeros = nullptr;          // [rows], 0

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <vector>
 
 #include "qkv/engine/sequence.h"
@@ -34,8 +35,9 @@ double Median(std::vector<double> values);
 // Ordinary tokens in a fixed pseudo-random order: time does not depend on what they say.
 std::vector<Token> SomeTokens(const Model& model, size_t n, uint64_t seed);
 
-// A published context of `depth` tokens (> 0) in memory of its own, of which `sequence` reads only the first n_read; the
-// rest is copies of their pages. For measuring speed, which does not depend on what keys and values say.
-Result<Context> DeepContext(Sequence& sequence, int depth, int n_read);
+// A published context of `depth` tokens (> 0) in memory of its own: `sequence` reads `read`, not empty, and what is
+// missing is copies of its pages. For measuring speed, which does not depend on what keys and values say; but how many
+// tokens are refined does.
+Result<Context> DeepContext(Sequence& sequence, int depth, std::span<const Token> read);
 
 }  // namespace qkv::cli

@@ -15,10 +15,12 @@
 
 #include "qkv/base/fd.h"
 #include "qkv/cli/bench.h"
+#include "qkv/cli/eval_samples.h"
 #include "qkv/cli/options.h"
 #include "qkv/cli/progress.h"
 #include "qkv/engine/peer.h"
 #include "qkv/engine/shape_model.h"
+#include "qkv/engine/vocab.h"
 
 namespace qkv::cli {
 namespace {
@@ -30,6 +32,7 @@ struct Options {
   std::string shape;
   std::string weights;
   std::string peer = "none";
+  std::string text;
   int n_read = 1024;
   int n_decode = 32;
   int runs = 5;
@@ -45,26 +48,29 @@ class Engine {
   virtual ~Engine() = default;
   virtual Status Forward(std::span<const Token> tokens) = 0;
   virtual Status Truncate(int n_tokens) = 0;
+  virtual KeyCounts keys() const { return {}; }  // so far
 
   std::string name;
   std::vector<double> prefill_tps, decode_tps;
+  KeyCounts decode_keys;  // of all runs
 };
 
 class Ours : public Engine {
  public:
   static Result<std::unique_ptr<Engine>> Create(const ModelOptions& options, std::shared_ptr<const Model> model,
-                                                int depth, int n_read) {
+                                                int depth, std::span<const Token> read) {
     auto engine = std::make_unique<Ours>();
     engine->name = options.kv;
     QKV_ASSIGN_OR_RETURN(engine->sequence_, NewSequence(options, std::move(model)));
     if (depth > 0) {
-      QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*engine->sequence_, depth, n_read));
+      QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*engine->sequence_, depth, read));
       QKV_RETURN_IF_ERROR(engine->sequence_->Attach(context));
     }
     return engine;
   }
   Status Forward(std::span<const Token> tokens) override { return sequence_->Forward(tokens); }
   Status Truncate(int n_tokens) override { return sequence_->Truncate(n_tokens); }
+  KeyCounts keys() const override { return {sequence_->stats().keys_with_refinement, sequence_->stats().keys_refined}; }
 
  private:
   std::unique_ptr<Sequence> sequence_;
@@ -98,9 +104,13 @@ Status RunOnce(Engine& engine, std::span<const Token> prompt, int depth, int n_d
   // One token at least stays, as nothing can be decoded behind nothing; the first decode is not counted.
   QKV_RETURN_IF_ERROR(engine.Truncate(depth + 1));
   QKV_RETURN_IF_ERROR(engine.Forward(prompt.first(1)));
+  const KeyCounts before = engine.keys();
   start = Clock::now();
   for (int t = 1; t <= n_decode; ++t) QKV_RETURN_IF_ERROR(engine.Forward(prompt.subspan(t % prompt.size(), 1)));
   engine.decode_tps.push_back(n_decode / MsSince(start) * 1000);
+  const KeyCounts after = engine.keys();
+  engine.decode_keys.seen += after.seen - before.seen;
+  engine.decode_keys.refined += after.refined - before.refined;
   return engine.Truncate(depth);
 }
 
@@ -125,10 +135,27 @@ const Engine* Best(const std::vector<std::unique_ptr<Engine>>& peers, std::strin
   return best;
 }
 
+// What is in a context, and what is read behind it.
+struct Tokens {
+  std::vector<Token> context, prompt;
+};
+Result<Tokens> TokensOf(const Options& options, const Model& model) {
+  const size_t n_read = static_cast<size_t>(options.n_read);
+  if (options.text.empty()) return Tokens{SomeTokens(model, n_read, 1), SomeTokens(model, kPrefillEmpty, 2)};
+  QKV_ASSIGN_OR_RETURN(const std::string text, ReadTextFile(options.text));
+  QKV_ASSIGN_OR_RETURN(const auto tokens, Vocab(model).Tokenize(text, false, false));
+  if (tokens.size() < n_read + kPrefillEmpty) {
+    return Err(Code::kInvalidArgument, "'{}' has {} tokens, expected at least {} (--read and {} behind)", options.text,
+               tokens.size(), n_read + kPrefillEmpty, kPrefillEmpty);
+  }
+  const auto behind = tokens.begin() + options.n_read;
+  return Tokens{{tokens.begin(), behind}, {behind, behind + kPrefillEmpty}};
+}
+
 Result<Json> MeasureDepth(const Options& options, const std::shared_ptr<const Model>& model, const Peer* peer,
-                          int depth, Progress& progress) {
+                          const Tokens& tokens, int depth, Progress& progress) {
   const int n_prefill = depth == 0 ? kPrefillEmpty : kPrefillDeep;
-  const std::vector<Token> prompt = SomeTokens(*model, n_prefill, 2);
+  const auto prompt = std::span(tokens.prompt).first(static_cast<size_t>(n_prefill));
   const int n_ctx = depth + std::max(n_prefill, options.n_decode) + 64;
   std::vector<std::unique_ptr<Engine>> ours, theirs;
   for (const std::string& kv : options.kv) {
@@ -136,10 +163,9 @@ Result<Json> MeasureDepth(const Options& options, const std::shared_ptr<const Mo
     engine_options.kv = kv;
     engine_options.n_ctx = n_ctx;
     ours.emplace_back();
-    QKV_ASSIGN_OR_RETURN(ours.back(), Ours::Create(engine_options, model, depth, options.n_read));
+    QKV_ASSIGN_OR_RETURN(ours.back(), Ours::Create(engine_options, model, depth, tokens.context));
   }
   if (peer != nullptr) {
-    const std::vector<Token> tokens = SomeTokens(*model, options.n_read, 1);
     const std::pair<const char*, bool> configs[] = {{"f16", false}, {"f16", true}, {"q8_0", true}, {"q4_0", true}};
     for (const auto& [type, flash] : configs) {
       PeerOptions peer_options;
@@ -149,7 +175,7 @@ Result<Json> MeasureDepth(const Options& options, const std::shared_ptr<const Mo
       peer_options.flash_attention = flash;
       peer_options.cache_type = type;
       theirs.emplace_back();
-      QKV_ASSIGN_OR_RETURN(theirs.back(), Theirs::Create(*peer, peer_options, tokens, depth));
+      QKV_ASSIGN_OR_RETURN(theirs.back(), Theirs::Create(*peer, peer_options, tokens.context, depth));
     }
   }
   for (int run = 0; run < options.runs; ++run) {
@@ -168,6 +194,9 @@ Result<Json> MeasureDepth(const Options& options, const std::shared_ptr<const Mo
     row["decode_tokens"] = options.n_decode;
     row["prefill_tps"] = Median(engine->prefill_tps);
     row["decode_tps"] = Median(engine->decode_tps);
+    const KeyCounts& keys = engine->decode_keys;
+    row["decode_refined_share"] =
+        keys.seen == 0 ? Json() : Json(static_cast<double>(keys.refined) / static_cast<double>(keys.seen));
     const auto compare = [&](std::string_view phase, std::vector<double> Engine::*tps, std::string_view label,
                              std::string_view type) {
       const Engine* other = peer == nullptr ? nullptr : Best(theirs, type, tps);
@@ -237,8 +266,10 @@ Result<Json> Measure(Options options) {
     QKV_ASSIGN_OR_RETURN(peer, Peer::Load(options.model.model));
   }
 
+  QKV_ASSIGN_OR_RETURN(const Tokens tokens, TokensOf(options, *model));
   Json json;
   json["model"] = model->params().name;
+  json["text"] = options.text.empty() ? Json() : Json(options.text);
   json["weights"] = options.weights.empty() ? Json() : Json(options.weights);
   json["threads"] = options.model.n_threads;
   json["runs"] = options.runs;
@@ -246,7 +277,7 @@ Result<Json> Measure(Options options) {
   json["results"] = Json::array();
   for (const int depth : depths) {
     if (::isatty(STDERR_FILENO)) progress.Note(fmt::format("bench: depth {}", depth));
-    QKV_ASSIGN_OR_RETURN(Json rows, MeasureDepth(options, model, peer.get(), depth, progress));
+    QKV_ASSIGN_OR_RETURN(Json rows, MeasureDepth(options, model, peer.get(), tokens, depth, progress));
     for (Json& row : rows) json["results"].push_back(std::move(row));
   }
   return json;
@@ -257,18 +288,18 @@ void PrintTable(const Json& json) {
              json["model"].get<std::string>(),
              json["weights"].is_null() ? std::string() : " as " + json["weights"].get<std::string>(),
              json["threads"].get<int>(), json["read_tokens"].get<int>(), json["runs"].get<int>());
-  fmt::print("{:>7} {:<12} {:>9} {:>9} {:>9} {:>8} {:>9} {:>9} {:>8} {:>8}  {}\n", "DEPTH", "KV", "PREFILL", "BEST",
-             "SAME", "DECODE", "BEST", "SAME", "x BEST", "x SAME", "libllama's best for decode");
+  fmt::print("{:>7} {:<12} {:>9} {:>9} {:>9} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8}  {}\n", "DEPTH", "KV", "PREFILL",
+             "BEST", "SAME", "DECODE", "BEST", "SAME", "x BEST", "x SAME", "REFINED", "libllama's best for decode");
   const auto number = [](const Json& value, const char* format) {
     return value.is_null() ? std::string("-") : fmt::format(fmt::runtime(format), value.get<double>());
   };
   for (const Json& row : json["results"]) {
-    fmt::print("{:>7} {:<12} {:>9} {:>9} {:>9} {:>8} {:>9} {:>9} {:>8} {:>8}  {}\n", row["depth"].get<int>(),
+    fmt::print("{:>7} {:<12} {:>9} {:>9} {:>9} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8}  {}\n", row["depth"].get<int>(),
                row["kv"].get<std::string>(), number(row["prefill_tps"], "{:.0f}"),
                number(row["ratio_prefill_best"], "{:.2f}x"), number(row["ratio_prefill_same_width"], "{:.2f}x"),
                number(row["decode_tps"], "{:.1f}"), number(row["peer_best_decode_tps"], "{:.1f}"),
                number(row["peer_same_width_decode_tps"], "{:.1f}"), number(row["ratio_decode_best"], "{:.2f}x"),
-               number(row["ratio_decode_same_width"], "{:.2f}x"),
+               number(row["ratio_decode_same_width"], "{:.2f}x"), number(row["decode_refined_share"], "{:.3f}"),
                row["peer_best_decode_config"].is_null() ? "-" : row["peer_best_decode_config"].get<std::string>());
   }
 }
@@ -299,6 +330,7 @@ void AddBenchEngine(CLI::App& bench, int& status) {
   command->add_option("--peer", options->peer, "measured in turn with ours")
       ->capture_default_str()
       ->check(CLI::IsMember({"none", "llama.cpp"}));
+  command->add_option("--text", options->text, "read this file's tokens instead of random ones")->type_name("FILE");
   command
       ->add_option("--read", options->n_read,
                    "tokens really read; deeper contexts are filled with copies of their cache")

@@ -98,10 +98,11 @@ Result<Json> Measure(Options options) {
     json["encode_percent_of_decode"] = 100 * sequence->stats().encode_ms / ms;
     json["encode_wait_percent_of_decode"] = 100 * sequence->stats().encode_wait_ms / ms;
   }
+  const std::vector<Token> read = SomeTokens(*model, kRead, 1);
   for (const int depth : depths) {
     note(fmt::format("depth {}", depth));
     QKV_ASSIGN_OR_RETURN(const auto sequence, make(depth, options.model.n_threads));
-    QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*sequence, depth, kRead));
+    QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*sequence, depth, read));
     QKV_RETURN_IF_ERROR(sequence->Attach(context));
     QKV_ASSIGN_OR_RETURN(const Decoded deep, Decode(*sequence, options.n_decode, options.runs));
     json["depth"].push_back({{"depth", depth},
@@ -111,7 +112,7 @@ Result<Json> Measure(Options options) {
 
   const int depth = options.agents_depth;
   QKV_ASSIGN_OR_RETURN(const auto producer, make(depth, options.model.n_threads));
-  QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*producer, depth, kRead));
+  QKV_ASSIGN_OR_RETURN(const Context context, DeepContext(*producer, depth, read));
   json["threads_at_depth"] = depth;
   json["by_threads"] = Json::array();
   for (const int n : threads) {
