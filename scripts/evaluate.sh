@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: 2026 The QKVShare authors
 # SPDX-License-Identifier: Apache-2.0
 # Runs what docs/EVALUATION.md shows. Scores are kept in FOLDER: a run that was interrupted goes on, and a run that is
-# complete prints its tables at once. Alone on two cores all of it takes about half an hour.
+# complete prints its tables at once. Alone on two cores all of it takes about three quarters of an hour.
 # Usage: scripts/evaluate.sh TEXT FOLDER [handoff|refine|all|hops|depth|recall ...]     TEXT: WikiText-2's test split
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n 4,7p "$0" | cut -c3- >&2; exit 2; }
@@ -13,7 +13,7 @@ mkdir -p "$folder"
 
 calibration="$folder/calibration.qkvbal"
 if [ ! -f "$calibration" ]; then  # between the first two stretches that are scored
-  head -c 60000 "$text" | tail -c 40000 > "$folder/calibration.txt"
+  head -c 46000 "$text" | tail -c 40000 > "$folder/calibration.txt"
   "$program" calibrate --text "$folder/calibration.txt" -o "$calibration"
 fi
 
@@ -26,10 +26,10 @@ measure() { # name, options of eval …
 
 for step in "$@"; do
   case $step in
-    handoff) measure handoff --kv 8 --kv k=6,v=5 --kv k=5,v=4 --kv 4 --kv k=4,v=3 --kv bal:k=5,v=4 --kv bal:4 \
+    handoff) measure handoff --samples 24 --kv 8 --kv k=6,v=5 --kv k=5,v=4 --kv 4 --kv k=4,v=3 --kv bal:k=5,v=4 --kv bal:4 \
       --kv bal:k=4,v=3 --kv i8 --kv i8-channel --kv i8-tensor --kv k=i8,v=i4 --kv i4z --kv i4 --kv like:q8_0 \
       --kv like:q4_0 ;;
-    refine) measure refine --samples 4 --score-batch 1 --kv 4+4 --kv k=4,v=3,+4 --kv 3+4 --kv 4 --kv like:q8_0 ;;
+    refine) measure refine --score-batch 1 --refine 0.012 --kv 4+4 --kv k=4,v=3,+4 --kv 3+4 --kv 4 --kv like:q8_0 ;;
     all) measure all --protocol all --samples 4 --peer llama.cpp --kv 8 --kv k=5,v=4 --kv 4 --kv bal:4 ;;
     hops) measure hops --protocol hops --samples 4 --prefix 512 --score 64 --kv 8 --kv k=5,v=4 --kv 4 ;;
     depth)
