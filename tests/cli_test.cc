@@ -276,6 +276,7 @@ TEST_F(Cli, WhatItDoesNotUnderstandIsNamedWithTheWayToHelp) {
   ExpectUsageError({"attach", "story", "--on-miss", "weep"}, "weep");
   ExpectUsageError({"generate", "-p", "hi", "--kv", "8", "--kv-bits", "4.3"}, "--kv excludes --kv-bits");
   ExpectUsageError({"generate", "-p", "hi", "--kv-bits", "0.5"}, "0.5");
+  ExpectUsageError({"run", "flow.yaml", "--kv", "8", "--kv-bits", "4.3"}, "--kv excludes --kv-bits");
   ExpectUsageError({"attach", "story", "--refine", "1.5"}, "1.5");
   ExpectUsageError({"run", "flow.yaml", "--refine", "-1"}, "-1");
   ExpectUsageError({"attach"}, "context");
@@ -287,12 +288,16 @@ TEST_F(Cli, ABadValueIsNamed) {
   ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "i9"}, {"'i9'", "i8-channel"});
   ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "k=i8,v=i9"}, {"i9", "i8-channel"});
   ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv-bits", "2"}, {"2 bits", "3.75", "k=4,v=3"});
+  ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "layers:some"},
+                {"'layers:some'", "layers:4.3"});
+  ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "layers"}, {"'layers'"});
   ExpectRefused({"generate", "-m", TestModelPath()}, {"no prompt"});
   ExpectRefused({"generate", "-m", TestModelPath(), "-f", "nowhere.txt"}, {"'nowhere.txt'", "No such file"});
   ExpectRefused({"broker", "--socket", "broker.sock", "--kv-budget", "much"}, {"--kv-budget", "'much'"});
   ExpectRefused({"run", "nowhere.yaml"}, {"nowhere.yaml", "No such file"});
   Write("flow.yaml", "agents:\n  - name: writer\n    prompt: Write.\n");
   ExpectRefused({"run", "flow.yaml", "-m", TestModelPath(), "--kv", "i9"}, {"'i9'", "i8-channel"});
+  ExpectRefused({"run", "flow.yaml", "-m", TestModelPath(), "--kv-bits", "2"}, {"2 bits", "3.75"});
 }
 
 TEST_F(Cli, EveryCommandExplainsItselfWithAnExample) {

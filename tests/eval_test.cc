@@ -286,5 +286,46 @@ TEST_F(EvalProgram, CalibrateWritesOneFileOrNothing) {
   refused("noise", bytes, "single bytes");
 }
 
+TEST_F(EvalProgram, LayersAreMeasuredOnceAndBitsSpentOnThem) {
+  const Ran before = Eval({"--kv", "layers:5"});
+  EXPECT_EQ(before.status, 2);
+  EXPECT_THAT(before.errors, HasSubstr("qkvshare calibrate --layers"));
+  const Ran bad = Run({"calibrate", "--layers", "-m", model_, "--text", model_});
+  EXPECT_EQ(bad.status, 2);
+  EXPECT_THAT(bad.errors, HasSubstr("it is not a text"));
+  const Ran few = Run({"calibrate", "--layers", "-m", model_, "--text", text_, "--tokens", "15"});
+  EXPECT_THAT(few.errors, HasSubstr("stretches of 15 tokens"));
+  EXPECT_EQ(Files(), 2u);
+  const Ran made =
+      Run({"calibrate", "--layers", "-m", model_, "--text", text_, "-t", "1", "--tokens", "300", "--stretch", "150"});
+  ASSERT_EQ(made.status, 0) << made.errors;
+  EXPECT_THAT(made.output, HasSubstr(".qkvlayers: 300 tokens, 2 layers"));
+  EXPECT_EQ(Files(), 3u);
+
+  // Two layers of two sides; 3 bits and a scale of 16 bits per 32 channels are 3.5, and each bit on one side 0.25 more.
+  EXPECT_THAT(Eval({"--kv", "bal:layers:5"}).errors, HasSubstr("there is no calibration for this model"));
+  const Json rows = Parsed(Eval({"--kv", "layers:5", "--kv", "layers:4.99", "--kv", "3", "--json"}))["results"];
+  EXPECT_EQ(rows[0]["bits_per_value"], 5.0);
+  EXPECT_EQ(rows[1]["bits_per_value"], 4.75);
+  EXPECT_LT(rows[0]["kl_mean"].get<double>(), rows[2]["kl_mean"].get<double>());
+  EXPECT_THAT(Eval({"--kv", "layers:3.4"}).errors, HasSubstr("3.4 bits per value, expected at least 3.5"));
+
+  const auto generate = [&](const char* kv) {
+    return Run({"generate", "-m", model_, "--raw", "-p", "hi", "-n", "40", "--ignore-eos", "--kv", kv, "--quality-gate",
+                "off", "--json"});
+  };
+  EXPECT_EQ(Parsed(generate("layers:5"))["kv_bits_stored"], 5.0);
+  const std::string file = made.output.substr(0, made.output.find(": 300"));
+  testing::WriteTinyModel({.weights_seed = 2}, model_);
+  const Ran other = Eval({"--kv", "layers:5", "--layers", file});
+  EXPECT_EQ(other.status, 2);
+  EXPECT_THAT(other.errors, HasSubstr("is of another model"));
+  testing::WriteTinyModel({}, model_);
+  std::filesystem::resize_file(file, 100);
+  const Ran damaged = generate("layers:5");
+  EXPECT_EQ(damaged.status, 2);
+  EXPECT_THAT(damaged.errors, HasSubstr("does not hold layers' sensitivities"));
+}
+
 }  // namespace
 }  // namespace qkv::cli

@@ -58,6 +58,7 @@ struct PageRef {
   // The page's refinement plane: a page of {kRefine4, kRefine4} with as many tokens. Null: none. Both codecs are rotated
   // ones then.
   const std::byte* refinement = nullptr;
+  const LayerCodecs* layers = nullptr;  // of kLayersPair, of this geometry; such a page has no refinement plane
 };
 
 // Of a vector in PageRef::constants.

@@ -61,11 +61,10 @@ class PageWalk {
   // Any page of the context.
   PageBlocks At(size_t index, int first_key) {
     const PageRef& page = pages_[index];
-    if (page.codecs != codecs_) {
-      codecs_ = page.codecs;
-      layout_ = PageLayout(geometry_, page.codecs);
+    if (page.codecs != layout_.codecs || page.layers != layout_.layers) {
+      layout_ = PageLayout(geometry_, page.codecs, page.layers);
     }
-    PageBlocks result{page.codecs,
+    PageBlocks result{layout_.CodecsOf(layer_),
                       page.data + layout_.BlockOffset(Side::kK, layer_, item_.kv_head),
                       page.data + layout_.BlockOffset(Side::kV, layer_, item_.kv_head),
                       first_key,
@@ -90,8 +89,7 @@ class PageWalk {
   AttentionPlan::Item item_;
   size_t page_;
   int first_key_;
-  CodecPair codecs_;  // of layout_
-  PageLayout layout_{geometry_, codecs_};
+  PageLayout layout_{geometry_, CodecPair{}};  // of the last page
   PageLayout refinement_layout_{geometry_, {CodecId::kRefine4, CodecId::kRefine4}};
 };
 

@@ -38,10 +38,11 @@ struct Rows {
 std::vector<float> DecodePage(const PageRef& page, const Geometry& geometry, int layer, int kv_head, Side side,
                               bool refined) {
   const size_t dim = static_cast<size_t>(geometry.head_dim);
-  const CodecId codec = side == Side::kK ? page.codecs.k : page.codecs.v;
+  const PageLayout blocks_of(geometry, page.codecs, page.layers);
+  const CodecId codec = side == Side::kK ? blocks_of.CodecsOf(layer).k : blocks_of.CodecsOf(layer).v;
   std::vector<float> rows(static_cast<size_t>(page.tokens) * dim);
-  CodecOf(codec).decode(side, page.data + PageLayout(geometry, page.codecs).BlockOffset(side, layer, kv_head),
-                        page.tokens, geometry.head_dim, rows.data());
+  CodecOf(codec).decode(side, page.data + blocks_of.BlockOffset(side, layer, kv_head), page.tokens, geometry.head_dim,
+                        rows.data());
   if (!blocks::IsRotated(codec)) return rows;
   if (refined && page.refinement != nullptr) {
     std::vector<float> residual(rows.size());

@@ -425,7 +425,8 @@ std::vector<FormatProblem> FormatProblems(const CacheCard& card) {
     add(Reason::kCodecUnsupported, "format.rotation", quoted(format.rotation()), "\"none\" or \"hadamard\"",
         fmt::format("rotation '{}', expected '{}' or '{}'", format.rotation(), kNoRotation, kHadamardRotation));
   }
-  if (const auto kv = ParseCodecPair(format.kv()); !format.kv().empty() && !kv) {
+  const bool of_layers = format.kv() == ToString(kLayersPair);  // which: the segments say
+  if (const auto kv = ParseCodecPair(format.kv()); !format.kv().empty() && !of_layers && !kv) {
     add(Reason::kCodecUnsupported, "format.kv", quoted(format.kv()), "a codec of this version",
         fmt::format("codecs '{}': {}", format.kv(), kv.error().message));
   }

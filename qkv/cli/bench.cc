@@ -61,6 +61,7 @@ class DeepWriter {
         pages_.push_back({segment.page(page), segment.codecs(page), segment.pages()[page].tokens,
                           refinement == nullptr ? nullptr : refinement->page(span.refinement_first_page() + i)});
       }
+      if (segment.layers() != nullptr) layers_ = segment.layers();
       if (segment.constants() == nullptr || constants_) continue;
       constants_.emplace(model.geometry());
       std::memcpy(constants_->halves.data(), segment.constants(), constants_->layout.bytes);
@@ -100,11 +101,11 @@ class DeepWriter {
   };
 
   Result<std::unique_ptr<SegmentWriter>> NewWriter(const SegmentConstants* constants) const {
-    return SegmentWriter::Create(model_.geometry(), uint64_t{256} << 20, model_.weights_digest(), constants);
+    return SegmentWriter::Create(model_.geometry(), uint64_t{256} << 20, model_.weights_digest(), constants, layers_);
   }
 
   Status Append(SegmentWriter& writer, CodecPair codecs, int tokens, const std::byte* data) const {
-    const size_t bytes = PageLayout(model_.geometry(), codecs).bytes;
+    const size_t bytes = PageLayout(model_.geometry(), codecs, layers_.get()).bytes;
     QKV_RETURN_IF_ERROR(
         writer.Append(codecs, tokens, position_, [&](std::byte* page) { std::memcpy(page, data, bytes); }));
     return {};
@@ -138,6 +139,7 @@ class DeepWriter {
   const Model& model_;
   std::vector<Page> pages_;
   std::optional<SegmentConstants> constants_;
+  std::shared_ptr<const LayerCodecs> layers_;  // one sequence wrote all pages
   Context deep_;
   std::unique_ptr<SegmentWriter> writer_, refinement_writer_;
   int position_ = 0, sealed_tokens_ = 0;

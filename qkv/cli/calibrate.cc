@@ -1,7 +1,8 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// calibrate: learns the matrices of `bal` for a model on a text, and keeps them beside the model.
+// calibrate: learns the matrices of `bal` for a model on a text, or how sensitive its layers are, and keeps that beside the
+// model.
 
 #include <memory>
 
@@ -10,7 +11,10 @@
 #include "qkv/cli/options.h"
 #include "qkv/cli/output_file.h"
 #include "qkv/cli/progress.h"
+#include "qkv/cli/temp_dir.h"
 #include "qkv/engine/calibration.h"
+#include "qkv/engine/layer_sensitivity.h"
+#include "qkv/engine/peer.h"
 
 namespace qkv::cli {
 namespace {
@@ -19,8 +23,13 @@ struct Options {
   ModelOptions model;
   std::string text;
   std::string output;
-  int tokens = 4096;
-  int stretch = 1024;
+  bool layers = false;
+  int tokens = 0;  // 0: as below
+  int stretch = 0;
+
+  // Of layers much less text is read: it is read some seventy times for a model of thirty.
+  int n_tokens() const { return tokens > 0 ? tokens : layers ? 2048 : 4096; }
+  int n_stretch() const { return stretch > 0 ? stretch : layers ? 512 : 1024; }
 };
 
 // Tokens that no text has many of: pieces of bytes, which is what a vocabulary makes of what is not text in its languages.
@@ -35,6 +44,34 @@ double ShareOfBytes(const Vocab& vocab, std::span<const Token> tokens) {
   return static_cast<double>(bytes) / static_cast<double>(tokens.size());
 }
 
+// An eighth of each stretch is scored, the others are handed over. On fp32 weights: with packed ones rounding of activations
+// drowns what a single layer does.
+Status RunLayers(const Options& options, const Model& given, std::span<const Token> tokens, const std::string& path) {
+  const auto n_tokens = static_cast<int>(tokens.size());
+  const int stretch = std::min({options.n_stretch(), given.params().n_ctx_train, n_tokens});
+  constexpr int kFewest = 16;
+  if (stretch < kFewest) {
+    return Err(Code::kInvalidArgument, "stretches of {} tokens, with --layers at least {} are needed", stretch,
+               kFewest);
+  }
+  const int score = stretch / 8;
+  const EvalShape shape{n_tokens / stretch, stretch - score - 1, score};
+  QKV_ASSIGN_OR_RETURN(const std::vector<EvalSample> samples, TextSamples(tokens, shape, options.text));
+  std::vector<std::vector<Token>> stretches;
+  for (const EvalSample& sample : samples) stretches.push_back(sample.tokens);
+  QKV_ASSIGN_OR_RETURN(const TempDir temporary, TempDir::Create());
+  const std::string copy = temporary.path() + "/f32.gguf";
+  QKV_RETURN_IF_ERROR(WriteRequantizedModel(given.path(), "f32", copy));
+  QKV_ASSIGN_OR_RETURN(const auto model, Model::Load(copy));
+  Progress progress("measuring layers");
+  QKV_ASSIGN_OR_RETURN(const LayerSensitivity found,
+                       MeasureLayers(model, stretches, shape.prefix, ThreadsOf(options.model),
+                                     [&](size_t done, size_t total) { progress.Update(done, total); }));
+  QKV_RETURN_IF_ERROR(WriteOutputFile(path, ToJson(found, given.identity().weights_digest())));
+  fmt::print("{}: {} tokens, {} layers\n", path, found.tokens, found.k.layer.size());
+  return {};
+}
+
 Status Run(const Options& options) {
   constexpr double kMostBytes = 0.2;
   QKV_ASSIGN_OR_RETURN(const std::string text, ReadTextFile(options.text));
@@ -42,7 +79,9 @@ Status Run(const Options& options) {
     return Err(Code::kInvalidArgument, "'{}' has zero bytes: it is not a text", options.text);
   }
   QKV_ASSIGN_OR_RETURN(const auto model, LoadModel(options.model));
-  const std::string path = options.output.empty() ? Calibration::PathFor(*model) : options.output;
+  const std::string path = !options.output.empty() ? options.output
+                           : options.layers        ? LayerSensitivityPath(*model)
+                                                   : Calibration::PathFor(*model);
   QKV_RETURN_IF_ERROR(CheckOutputFile(path, options.output.empty() ? "calibrate" : "--output"));
   const Vocab vocab(*model);
   QKV_ASSIGN_OR_RETURN(auto tokens, vocab.Tokenize(text, false, false));
@@ -57,9 +96,10 @@ Status Run(const Options& options) {
         "{:.0f} % of the tokens of '{}' are single bytes to this model: it is not a text in a script that it knows",
         100 * share, options.text);
   }
-  tokens.resize(std::min<size_t>(tokens.size(), static_cast<size_t>(options.tokens)));
+  tokens.resize(std::min<size_t>(tokens.size(), static_cast<size_t>(options.n_tokens())));
+  if (options.layers) return RunLayers(options, *model, tokens, path);
   Progress progress("calibrating");
-  const int stretch = std::min(options.stretch, model->params().n_ctx_train);
+  const int stretch = std::min(options.n_stretch(), model->params().n_ctx_train);
   QKV_ASSIGN_OR_RETURN(const Calibration calibration,
                        Calibrate(model, tokens, stretch, ThreadsOf(options.model),
                                  [&](size_t done, size_t total) { progress.Update(done, total); }));
@@ -73,8 +113,9 @@ Status Run(const Options& options) {
 
 void AddCalibrate(CLI::App& app, int& status) {
   auto options = std::make_shared<Options>();
-  CLI::App* command =
-      app.add_subcommand("calibrate", "learn, on a text, which directions of a model's keys matter to its queries");
+  CLI::App* command = app.add_subcommand(
+      "calibrate",
+      "learn, on a text, which directions of a model's keys matter to its queries, or which of its layers");
   command
       ->add_option(
           "-m,--model", options->model.model,
@@ -83,12 +124,16 @@ void AddCalibrate(CLI::App& app, int& status) {
   command->add_option("--text", options->text, "text like what the model will read")->required()->type_name("FILE");
   command->add_option("-o,--output", options->output, "where to (default: beside the model, under its weights' digest)")
       ->type_name("FILE");
-  command->add_option("--tokens", options->tokens, "tokens of the text that are read")
-      ->capture_default_str()
+  command
+      ->add_option("--tokens", options->tokens, "tokens of the text that are read (default: 4096; with --layers 2048)")
       ->check(CLI::Range(1, 1 << 24));
-  command->add_option("--stretch", options->stretch, "tokens that are read in one go")
-      ->capture_default_str()
+  command
+      ->add_option("--stretch", options->stretch, "tokens that are read in one go (default: 1024; with --layers 512)")
       ->check(CLI::Range(2, 1 << 20));
+  command->add_flag(
+      "--layers", options->layers,
+      "instead: measure what coarse keys or values of each layer do to the model's answers, for --kv "
+      "layers:BITS; takes two short runs per layer and stretch, and 4 bytes of temporary disk per weight");
   command->add_option("-t,--threads", options->model.n_threads, "threads (default: all cores)")
       ->check(CLI::Range(1, 512));
   command->footer("Example: qkvshare calibrate --text notes.txt");

@@ -21,6 +21,7 @@
 #include "qkv/cli/progress.h"
 #include "qkv/cli/temp_dir.h"
 #include "qkv/engine/calibration.h"
+#include "qkv/engine/layer_sensitivity.h"
 #include "qkv/engine/quality_codecs.h"
 #include "qkv/engine/quality_probe.h"
 
@@ -45,6 +46,7 @@ struct Options {
   std::string peer = "none";
   std::string resume;
   std::string calibration;  // empty: beside the model
+  std::string layers;       // sensitivities; empty: beside the model
   EvalShape shape;
   std::vector<std::string> arms;
   int hops = 8;
@@ -64,6 +66,7 @@ struct Column {
   std::string key;  // in the log: the name, and the calibration's digest
   ProbeCodec codec;
   bool balanced = false;
+  std::optional<double> layer_bits;
   std::string peer_type;
   double known_bits = 0;  // of codecs that are not ours
 };
@@ -124,8 +127,11 @@ class Evaluation {
         probe_options_.importance |= column.codec.groups->by == TokenGroups::By::kAttention;
       } else {
         column.balanced = kv.starts_with(kBalanced);
-        QKV_ASSIGN_OR_RETURN(column.codec.kv,
-                             ParseCodecPair(column.balanced ? kv.substr(std::size(kBalanced) - 1) : kv));
+        const std::string codec = column.balanced ? kv.substr(std::size(kBalanced) - 1) : kv;
+        QKV_ASSIGN_OR_RETURN(column.layer_bits, ParseLayerBits(codec));
+        if (!column.layer_bits) {
+          QKV_ASSIGN_OR_RETURN(column.codec.kv, ParseCodecPair(codec));
+        }
       }
       columns_.push_back(std::move(column));
     }
@@ -158,6 +164,7 @@ class Evaluation {
                                                                                    : options_.calibration));
       calibration_ = std::make_shared<const Calibration>(std::move(calibration));
     }
+    QKV_RETURN_IF_ERROR(ChooseLayers());
     if (options_.weights == "f32") {
       QKV_ASSIGN_OR_RETURN(temporary, TempDir::Create());
       const std::string copy = temporary.path() + "/f32.gguf";
@@ -172,6 +179,10 @@ class Evaluation {
     }
     for (Column& column : columns_) {
       column.key = column.name;
+      if (column.layer_bits) {
+        const std::vector<uint8_t> table = column.codec.kv.layers->Bytes();
+        column.key += fmt::format("@{:016x}", XXH3_64bits(table.data(), table.size()));
+      }
       if (column.balanced) {
         column.codec.calibration = calibration_;
         column.key += "@" + calibration_->digest_text();
@@ -189,6 +200,19 @@ class Evaluation {
                                    ? options_.n_threads
                                    : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
     probe_options_.n_batch = options_.n_batch > 0 ? options_.n_batch : options_.protocol == "all" ? 16 : 512;
+    return {};
+  }
+
+  // By the sensitivities of the model that was given.
+  Status ChooseLayers() {
+    if (std::ranges::none_of(columns_, [](const Column& column) { return column.layer_bits.has_value(); })) return {};
+    const std::string path = options_.layers.empty() ? LayerSensitivityPath(*model_) : options_.layers;
+    QKV_ASSIGN_OR_RETURN(const LayerSensitivity sensitivity, ReadLayerSensitivity(*model_, path));
+    for (Column& column : columns_) {
+      if (!column.layer_bits) continue;
+      QKV_ASSIGN_OR_RETURN(auto layers, LayersWithinBits(sensitivity, model_->geometry(), *column.layer_bits));
+      column.codec.kv = PageCodecs(kLayersPair, std::move(layers));
+    }
     return {};
   }
 
@@ -560,7 +584,8 @@ void AddEval(CLI::App& app, int& status) {
   command
       ->add_option("--kv", options->kv,
                    "codecs to measure, as elsewhere; also like:q8_0 and like:q4_0, libllama's cache types simulated in "
-                   "this engine; bal:CODEC, behind the matrices that 'calibrate' made; and tokens:attention/20/8/4 (or "
+                   "this engine; bal:CODEC, behind the matrices that 'calibrate' made; layers:BITS, each layer in its "
+                   "own width; and tokens:attention/20/8/4 (or "
                    "random, or 8/drop): the 20 % of the tokens with most "
                    "attention in one codec, the others in another or nowhere")
       ->capture_default_str()
@@ -575,6 +600,10 @@ void AddEval(CLI::App& app, int& status) {
   command
       ->add_option("--calibration", options->calibration,
                    "for bal: the file that 'calibrate' made (default: beside the model)")
+      ->type_name("FILE");
+  command
+      ->add_option("--layers", options->layers,
+                   "for layers: the file that 'calibrate --layers' made (default: beside the model)")
       ->type_name("FILE");
   command
       ->add_option(

@@ -4,8 +4,29 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
+
+#include "qkv/engine/layer_sensitivity.h"
 
 namespace qkv::cli {
+
+Status ApplyKvBits(double bits, const QualityFlags& flags, const Flow& flow, RunOptions& run) {
+  std::set<std::string> paths;
+  for (const FlowAgent& agent : flow.agents) {
+    if (!agent.kv && agent.max_bytes == 0) paths.insert(agent.model.empty() ? flow.model : agent.model);
+  }
+  run.kv_bits = bits;
+  for (const std::string& path : paths) {
+    QKV_ASSIGN_OR_RETURN(const auto model, Model::Load(path));
+    QKV_ASSIGN_OR_RETURN(const PageCodecs best, BestWithinBits(*model, bits));
+    QKV_ASSIGN_OR_RETURN(const PageCodecs chosen, HandoffQuality(flags, model, TotalThreads(flow)).Choose(best));
+    if (chosen == best) continue;
+    run.kv = chosen.pair;
+    run.kv_bits = 0;
+    break;
+  }
+  return {};
+}
 
 Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run) {
   if (flags.gate == "off") return {};
@@ -21,12 +42,15 @@ Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run) {
     if (!agent.kv) continue;
     const auto gate = gates.find(agent.model.empty() ? flow.model : agent.model);
     if (gate == gates.end()) continue;
-    QKV_ASSIGN_OR_RETURN(agent.kv, gate->second->Choose(*agent.kv));
+    QKV_ASSIGN_OR_RETURN(const PageCodecs chosen, gate->second->Choose(*agent.kv));
+    agent.kv = chosen.pair;
   }
+  if (run.kv_bits > 0) return {};
   // The run's own codecs hold for every agent that has none: what is good enough for all models.
   const auto for_all = [&](CodecPair kv) -> Result<CodecPair> {
     for (const auto& [path, gate] : gates) {
-      QKV_ASSIGN_OR_RETURN(kv, gate->Choose(kv));
+      QKV_ASSIGN_OR_RETURN(const PageCodecs chosen, gate->Choose(kv));
+      kv = chosen.pair;
     }
     return kv;
   };

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The quality gate for a flow: its codecs are checked against its models before any agent starts. One thread.
+// Codecs of a flow, against its models, before any agent starts: a limit becomes codecs, and the quality gate. One thread.
 
 #include "qkv/cli/quality_flags.h"
 #include "qkv/flow/flow_file.h"
@@ -10,8 +10,13 @@
 
 namespace qkv::cli {
 
-// Replaces codecs of the flow, its agents and the run that hurt a model (--quality-gate enforce), or says so (warn). Loads
-// each model once; one that cannot be loaded is left for the run to report. Errors: the gate's.
+// Sets run.kv_bits; or, where the gate finds that what it comes to hurts a model, run.kv to what is within its bound. Before
+// GateFlow. Errors: Model::Load's, BestWithinBits' and the gate's.
+Status ApplyKvBits(double bits, const QualityFlags& flags, const Flow& flow, RunOptions& run);
+
+// Replaces codecs of the flow, its agents and the run that hurt a model (--quality-gate enforce), or says so (warn); those
+// of run.kv_bits have been looked at. Loads each model once; one that cannot be loaded is left for the run to report.
+// Errors: the gate's.
 Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run);
 
 }  // namespace qkv::cli

@@ -44,6 +44,10 @@ Json SegmentJson(const Segment& segment) {
   std::string digest;
   for (const uint8_t byte : segment.header().model_digest) digest += fmt::format("{:02x}", byte);
   json["model_digest"] = digest;
+  if (const auto& layers = segment.layers(); layers != nullptr) {
+    json["layers_kv"] = Json::array();
+    for (int i = 0; i < segment.geometry().n_layers; ++i) json["layers_kv"].push_back(ToString(layers->at(i).codecs));
+  }
   json["pages"] = Json::array();
   for (size_t i = 0; i < segment.pages().size(); ++i) {
     const PageEntry& page = segment.pages()[i];

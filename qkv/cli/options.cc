@@ -18,7 +18,7 @@
 #include "qkv/broker/server.h"
 #include "qkv/cli/progress.h"
 #include "qkv/engine/calibration.h"
-#include "qkv/engine/preset.h"
+#include "qkv/engine/layer_sensitivity.h"
 
 namespace qkv::cli {
 namespace {
@@ -63,10 +63,14 @@ void ModelOptions::AddTo(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 16));
   auto* kv_option = app.add_option("--kv", kv,
                                    "codec of the KV pages: a preset (exact, safe, balanced, small, tiny), one name or "
-                                   "width, or k=NAME,v=NAME; +4 behind it adds a refinement plane")
+                                   "width, or k=NAME,v=NAME; +4 behind it adds a refinement plane; layers:BITS, for "
+                                   "each layer its own width, BITS per value in all (after 'calibrate --layers')")
                         ->capture_default_str()
                         ->type_name("CODEC");
-  app.add_option("--kv-bits", kv_bits, "instead of --kv: the best codecs that take at most this many bits per value")
+  app.add_option(
+         "--kv-bits", kv_bits,
+         "instead of --kv: the best codecs that take at most this many bits per value, by layer where 'calibrate "
+         "--layers' has measured the model")
       ->type_name("BITS")
       ->check(CLI::Range(1.0, 16.0))
       ->excludes(kv_option);
@@ -87,9 +91,28 @@ void AddRefineOption(CLI::App& app, double& refine) {
       ->check(CLI::Range(0.0, 1.0));
 }
 
-Result<CodecPair> ChooseCodecs(const ModelOptions& options, const Model* model) {
-  if (options.kv_bits <= 0) return ParseCodecPair(options.kv);
-  return model == nullptr ? CodecPair{} : BestWithinBits(options.kv_bits, model->geometry().head_dim);
+Result<std::optional<double>> ParseLayerBits(const std::string& kv) {
+  constexpr std::string_view kPrefix = "layers:";
+  if (!kv.starts_with(kPrefix)) return std::nullopt;
+  const std::string_view text = std::string_view(kv).substr(kPrefix.size());
+  double bits = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), bits);
+  if (error != std::errc() || end != text.data() + text.size() || !(bits >= 1 && bits <= 16)) {
+    return Err(Code::kInvalidArgument, "codecs by layer: '{}', expected layers: and bits per value, such as layers:4.3",
+               kv);
+  }
+  return bits;
+}
+
+Result<PageCodecs> ChooseCodecs(const ModelOptions& options, const Model* model) {
+  if (options.chosen) return *options.chosen;
+  if (options.kv_bits > 0) {
+    return model == nullptr ? PageCodecs() : BestWithinBits(*model, options.kv_bits);
+  }
+  QKV_ASSIGN_OR_RETURN(const std::optional<double> bits, ParseLayerBits(options.kv));
+  if (bits) return model == nullptr ? PageCodecs() : CodecsByLayer(*model, *bits);
+  QKV_ASSIGN_OR_RETURN(const CodecPair pair, ParseCodecPair(options.kv));
+  return PageCodecs(pair);
 }
 
 void TurnOptions::AddTo(CLI::App& app) {

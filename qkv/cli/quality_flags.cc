@@ -49,19 +49,19 @@ HandoffQuality::HandoffQuality(const QualityFlags& flags, std::shared_ptr<const 
                      .on_progress = [this](size_t done, size_t total) { shown_->Update(done, total); }}) {}
 HandoffQuality::~HandoffQuality() = default;
 
-Result<CodecPair> HandoffQuality::Choose(CodecPair kv) {
+Result<PageCodecs> HandoffQuality::Choose(const PageCodecs& kv) {
   if (flags_.gate == "off") return kv;
   if (flags_.gate == "warn") {
     QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, gate_.Check(kv));
     if (!verdict.Within()) {
-      shown_->Note(fmt::format("codec '{}' hurts this model: {}", ToString(kv), verdict.Describe()));
+      shown_->Note(fmt::format("codec '{}' hurts this model: {}", ToString(kv.pair), verdict.Describe()));
     }
     return kv;
   }
   QKV_ASSIGN_OR_RETURN(const QualityGate::Choice choice, gate_.Choose(kv));
   if (!(choice.kv == kv)) {
-    shown_->Note(fmt::format("codec '{}' hurts this model: {}; using '{}' instead (--quality-gate)", ToString(kv),
-                             choice.verdicts.front().Describe(), ToString(choice.kv)));
+    shown_->Note(fmt::format("codec '{}' hurts this model: {}; using '{}' instead (--quality-gate)", ToString(kv.pair),
+                             choice.verdicts.front().Describe(), ToString(choice.kv.pair)));
   }
   return choice.kv;
 }

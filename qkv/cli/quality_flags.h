@@ -31,7 +31,7 @@ class HandoffQuality {
 
   // What is to be written where `kv` was asked for: itself, or with "enforce" the next better preset that is within its
   // bound. Errors: ParseCodecPair's and the gate's.
-  Result<CodecPair> Choose(CodecPair kv);
+  Result<PageCodecs> Choose(const PageCodecs& kv);
 
   // For Agent::AdmitBy. Error: kIncompatible/quality_gate, with the figures.
   Status Admit(const Context& context);

@@ -27,6 +27,7 @@ struct Options {
   int n_ctx = 0;
   int n_threads = 0;
   std::string kv;
+  double kv_bits = 0;
   double refine = kDefaultRefine;
   QualityFlags quality;
   std::string socket;
@@ -86,6 +87,9 @@ Result<int> Run(const Options& options) {
   run.mode = options.mode == "text" ? FlowMode::kText : FlowMode::kHandoff;
   if (!options.kv.empty()) {
     QKV_ASSIGN_OR_RETURN(run.kv, ParseCodecPair(options.kv));
+  }
+  if (options.kv_bits > 0 && !options.compare && run.mode == FlowMode::kHandoff) {
+    QKV_RETURN_IF_ERROR(ApplyKvBits(options.kv_bits, options.quality, flow, run));
   }
   run.refine = options.refine;
   if (options.compare || run.mode == FlowMode::kHandoff) QKV_RETURN_IF_ERROR(GateFlow(options.quality, flow, run));
@@ -174,7 +178,15 @@ void AddRun(CLI::App& app, int& status) {
       ->check(CLI::Range(1, 1 << 24));
   command->add_option("-t,--threads", options->n_threads, "threads of all agents together; overrides the flow's")
       ->check(CLI::Range(1, 256));
-  command->add_option("--kv", options->kv, "without --compare: codec of the pages")->type_name("CODEC");
+  auto* kv_option =
+      command->add_option("--kv", options->kv, "without --compare: codec of the pages")->type_name("CODEC");
+  command
+      ->add_option("--kv-bits", options->kv_bits,
+                   "instead of --kv: the best codecs that take at most this many bits per value, by layer where "
+                   "'calibrate --layers' has measured the model")
+      ->type_name("BITS")
+      ->check(CLI::Range(1.0, 16.0))
+      ->excludes(kv_option);
   AddRefineOption(*command, options->refine);
   options->quality.AddTo(*command, /*reads_pages=*/false);
   command->add_option("--socket", options->socket, "an existing broker's socket (default: one of its own)")

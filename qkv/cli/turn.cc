@@ -101,8 +101,7 @@ int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const Qu
   auto kv = ChooseCodecs(model_options, model->get());
   if (kv) kv = checks.Choose(*kv);
   if (!kv) return Fail(kv.error());
-  model_options.kv = ToString(*kv);
-  model_options.kv_bits = 0;  // is that
+  model_options.chosen = *kv;
   auto sequence = NewSequence(model_options, *model, turn.trace_file.empty() ? nullptr : &trace);
   if (!sequence) return Fail(sequence.error());
   Agent agent(*model, *std::move(sequence), broker);

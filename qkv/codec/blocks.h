@@ -112,7 +112,7 @@ constexpr int I4VShift(int t) {
 
 // 3 to 8: rows in the rotated frame (codec/frame.h).
 constexpr bool IsRotated(CodecId id) {
-  return id >= CodecId::k3 && id <= CodecId::kRefine4;
+  return (id >= CodecId::k3 && id <= CodecId::kRefine4) || id == CodecId::kLayers;
 }
 constexpr int RotatedBits(CodecId id) {  // of k3 … k8, and of the refinement plane
   return id == CodecId::kRefine4 ? 4 : static_cast<int>(id) - static_cast<int>(CodecId::k3) + 3;
@@ -160,6 +160,7 @@ constexpr size_t BlockBytes(CodecId id, int head_dim) {
     case CodecId::k7:
     case CodecId::k8:
     case CodecId::kRefine4: return RotatedBytes(RotatedBits(id), head_dim);
+    case CodecId::kLayers: break;
   }
   return 0;
 }

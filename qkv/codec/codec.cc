@@ -178,6 +178,7 @@ Result<CodecPair> ParseCodecPair(std::string_view text) {
 }
 
 std::string ToString(CodecPair pair) {
+  if (pair == kLayersPair) return "layers";
   const std::string_view k = CodecOf(pair.k).name;
   const std::string_view v = CodecOf(pair.v).name;
   if (k == v) return fmt::format("{}{}", k, pair.refine ? kRefinementMark : "");

@@ -47,6 +47,8 @@ enum class CodecId : uint8_t {
   // 14 and 15 are set aside for product quantization and for two bands of bits.
 
   kI4Channel = 16,  // as kI4Z, one fp16 scale and fp16 minimum per channel of the block
+
+  kLayers = 18,  // no codec of a block: each layer has a pair of k3 to k8 of its own (LayerCodecs, segment/layout.h)
 };
 
 struct Codec {
@@ -73,10 +75,11 @@ struct Codec {
 
 // All codecs that a context can be kept in (every one but kRefine4), by ascending id; static storage.
 std::span<const Codec> Codecs();
-// nullptr if this version does not know it. The argument may come from outside. By id kRefine4 is found as well.
+// nullptr if this version does not know it. The argument may come from outside. By id kRefine4 is found as well; kLayers,
+// which codes nothing, never.
 const Codec* FindCodec(uint8_t id);
 const Codec* FindCodec(std::string_view name);
-const Codec& CodecOf(CodecId id);  // id must be one of the enumerators
+const Codec& CodecOf(CodecId id);  // id must be one of the enumerators but kLayers
 
 // Stored bits per K or V value, scales included.
 double BitsPerValue(const Codec& codec, int head_dim);
@@ -87,6 +90,9 @@ struct CodecPair {
   bool refine = false;  // beside every page a page {kRefine4, kRefine4}; both codecs are rotated ones then
   bool operator==(const CodecPair&) const = default;
 };
+
+// Of a page whose layers differ. Always on both sides.
+inline constexpr CodecPair kLayersPair = {CodecId::kLayers, CodecId::kLayers};
 
 // A pair under a name: "exact", "safe", "balanced", "small", "tiny", from the best quality to the fewest bits.
 struct Preset {
@@ -99,7 +105,8 @@ std::span<const Preset> Presets();
 // "i8" (both sides), or "k=i8,v=i4" in either order; with a refinement plane "4+4", or "k=4,v=3,+4"; or a preset's name,
 // "small" or "small+4". Errors name the codecs and presets there are.
 Result<CodecPair> ParseCodecPair(std::string_view text);
-// "i8" if both are the same, else "k=i8,v=i4"; "4+4", "k=4,v=3,+4". Never a preset's name: those may change meaning.
+// "i8" if both are the same, else "k=i8,v=i4"; "4+4", "k=4,v=3,+4"; "layers". Never a preset's name: those may change
+// meaning.
 std::string ToString(CodecPair pair);
 
 }  // namespace qkv

@@ -225,6 +225,7 @@ float Value(CodecId id, Side side, const std::byte* block, int t, int c, int hea
     case CodecId::k6:
     case CodecId::k7:
     case CodecId::kRefine4: return DecodeRotated(id, side, block, t, c, head_dim);
+    case CodecId::kLayers: break;
   }
   return 0;
 }
@@ -254,6 +255,7 @@ void Encode(CodecId id, Side side, const float* rows, int tokens, int head_dim, 
     case CodecId::k6:
     case CodecId::k7:
     case CodecId::kRefine4: EncodeRotated(id, side, rows, tokens, head_dim, block); break;
+    case CodecId::kLayers: break;
   }
 }
 

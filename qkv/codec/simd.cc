@@ -398,6 +398,7 @@ void EncodeBlock(CodecId id, Side side, const float* rows, int tokens, int head_
     case CodecId::k6:
     case CodecId::k7:
     case CodecId::kRefine4: EncodeRotated(id, side, rows, tokens, head_dim, to); break;
+    case CodecId::kLayers: break;
   }
 }
 
@@ -418,6 +419,7 @@ void UnpackBlock(CodecId id, Side side, const std::byte* block, int head_dim, fl
     case CodecId::k6:
     case CodecId::k7:
     case CodecId::kRefine4: UnpackRotated(id, side, from, head_dim, panel); break;
+    case CodecId::kLayers: break;
   }
 }
 

@@ -425,7 +425,7 @@ void Agent::Report(const TurnRequest& request, const TurnResult& result, bool fa
                          .publish_seconds = result.publish_ms / 1e3,
                          .ttft_seconds = result.ttft_ms / 1e3,
                          .model = model_->params().name,
-                         .kv = ToString(sequence_->kv()),
+                         .kv = ToString(sequence_->kv().pair),
                          .keys_with_refinement = result.keys_with_refinement,
                          .keys_refined = result.keys_refined});
 }

@@ -38,8 +38,8 @@ Status AddRefinement(const Context& context, const ::qkvshare::v1::Span& span, S
   for (size_t i = 0; fits && i < out.n_pages; ++i) {
     const CodecPair base = out.segment->codecs(out.first_page + i);
     const PageEntry &page = out.segment->pages()[out.first_page + i], &beside = refinement->pages()[first + i];
-    fits = refinement->codecs(first + i) == kRefinementCodecs && CodecOf(base.k).rotated && CodecOf(base.v).rotated &&
-           beside.tokens == page.tokens && beside.first_position == page.first_position;
+    fits = refinement->codecs(first + i) == kRefinementCodecs && base != kLayersPair && CodecOf(base.k).rotated &&
+           CodecOf(base.v).rotated && beside.tokens == page.tokens && beside.first_position == page.first_position;
   }
   if (!fits) return mismatch("does not match its refinement pages");
   out.refinement = refinement;

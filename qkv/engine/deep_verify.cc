@@ -52,8 +52,8 @@ double Kl(std::span<const float> p_logits, std::span<const float> q_logits) {
   return std::isfinite(kl) ? std::max(kl, 0.0) : HUGE_VAL;
 }
 
-Result<std::unique_ptr<Sequence>> NewSequence(const std::shared_ptr<const Model>& model, CodecPair kv, int n_ctx,
-                                              int n_threads) {
+Result<std::unique_ptr<Sequence>> NewSequence(const std::shared_ptr<const Model>& model, const PageCodecs& kv,
+                                              int n_ctx, int n_threads) {
   SequenceOptions options;
   options.n_ctx = n_ctx;
   options.n_threads = n_threads;
@@ -66,8 +66,8 @@ struct Limits {
 };
 
 // What codec and reading in pieces do to `tokens` with this model. `exact`: the rows of all of them, read at once.
-Result<Limits> MeasureLimits(const std::shared_ptr<const Model>& model, std::span<const Token> tokens, CodecPair kv,
-                             int n_threads, KvRows* exact) {
+Result<Limits> MeasureLimits(const std::shared_ptr<const Model>& model, std::span<const Token> tokens,
+                             const PageCodecs& kv, int n_threads, KvRows* exact) {
   const int n = static_cast<int>(tokens.size());
   const int half = std::max(1, n * 2 / 5);  // no multiple of a page: how pages are cut differs as well
   const size_t n_vocab = static_cast<size_t>(model->params().n_vocab);
@@ -128,7 +128,7 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
   QKV_RETURN_IF_ERROR(reader->Forward({}));
 
   const Segment& first_segment = *context.segments[context.card.spans(0).segment()];
-  const CodecPair kv = first_segment.codecs(context.card.spans(0).first_page());
+  const PageCodecs kv(first_segment.codecs(context.card.spans(0).first_page()), first_segment.layers());
   KvRows exact;
   QKV_ASSIGN_OR_RETURN(const Limits limits, MeasureLimits(model, std::span(tokens).first(n), kv, n_threads, &exact));
   std::vector<DeepCheck> checks;

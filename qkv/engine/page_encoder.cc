@@ -59,9 +59,8 @@ SegmentConstants ConstantsOf(const Geometry& geometry, std::span<const F16Page> 
 
 void PlainRows(const Segment& segment, size_t page, Side side, int layer, int head, int tokens, float* rows) {
   const Geometry& geometry = segment.geometry();
-  const CodecPair codecs = segment.codecs(page);
-  const Codec& codec = CodecOf(side == Side::kK ? codecs.k : codecs.v);
-  const PageLayout layout(geometry, codecs);
+  const PageLayout layout = segment.layout(page);
+  const Codec& codec = CodecOf(side == Side::kK ? layout.CodecsOf(layer).k : layout.CodecsOf(layer).v);
   codec.decode(side, segment.page(page) + layout.BlockOffset(side, layer, head), tokens, geometry.head_dim, rows);
   if (!codec.rotated) return;
   const ConstantsLayout constants(geometry);
@@ -75,9 +74,9 @@ void PlainRows(const Segment& segment, size_t page, Side side, int layer, int he
   if (segment.pages()[page].first_position == 0) read(side == Side::kK ? Constant::kFirstK : Constant::kFirstV, rows);
 }
 
-PageEncoder::PageEncoder(const Geometry& geometry, CodecPair kv)
-    : geometry_(geometry), kv_(kv), f16_layout_(geometry, kF16Pair), layout_(geometry, {kv.k, kv.v}) {
-  if (kv.refine) refinement_layout_.emplace(geometry, kRefinementCodecs);
+PageEncoder::PageEncoder(const Geometry& geometry, const PageCodecs& kv)
+    : geometry_(geometry), kv_(kv), f16_layout_(geometry, kF16Pair), layout_(geometry, base(), kv_.layers.get()) {
+  if (kv_.pair.refine) refinement_layout_.emplace(geometry, kRefinementCodecs);
 }
 
 void PageEncoder::Encode(const F16Page& from, bool exact_first, const SegmentConstants* constants, std::byte* page,
@@ -90,7 +89,7 @@ void PageEncoder::Encode(const F16Page& from, bool exact_first, const SegmentCon
   for (int layer = 0; layer < geometry_.n_layers; ++layer) {
     for (int head = 0; head < geometry_.n_kv_heads; ++head) {
       for (const Side side : {Side::kK, Side::kV}) {
-        const Codec& codec = CodecOf(side == Side::kK ? kv_.k : kv_.v);
+        const Codec& codec = CodecOf(side == Side::kK ? layout_.CodecsOf(layer).k : layout_.CodecsOf(layer).v);
         std::byte* const block = page + layout_.BlockOffset(side, layer, head);
         f16.decode(side, from.data + f16_layout_.BlockOffset(side, layer, head), from.tokens, head_dim, plain.data());
         if (!codec.rotated) {

@@ -39,11 +39,12 @@ inline constexpr CodecPair kRefinementCodecs = {CodecId::kRefine4, CodecId::kRef
 
 class PageEncoder {
  public:
-  PageEncoder(const Geometry& geometry, CodecPair kv);
+  PageEncoder(const Geometry& geometry, const PageCodecs& kv);
 
-  CodecPair kv() const { return kv_; }
+  CodecPair kv() const { return kv_.pair; }
+  const std::shared_ptr<const LayerCodecs>& layers() const { return kv_.layers; }  // with kLayersPair
   // The codecs as the page table names them.
-  CodecPair base() const { return {kv_.k, kv_.v}; }
+  CodecPair base() const { return {kv_.pair.k, kv_.pair.v}; }
   const PageLayout& layout() const { return layout_; }
   // Of the refinement page; only if kv().refine.
   const PageLayout& refinement_layout() const { return *refinement_layout_; }
@@ -57,7 +58,7 @@ class PageEncoder {
 
  private:
   const Geometry geometry_;
-  const CodecPair kv_;
+  const PageCodecs kv_;
   const PageLayout f16_layout_;
   const PageLayout layout_;
   std::optional<PageLayout> refinement_layout_;

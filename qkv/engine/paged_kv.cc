@@ -63,7 +63,7 @@ void PagedKv::AlignedFree::operator()(std::byte* p) const {
   std::free(p);
 }
 
-PagedKv::PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest,
+PagedKv::PagedKv(const Geometry& geometry, const PageCodecs& kv, const std::array<uint8_t, 16>& model_digest,
                  bool use_refinement, Trace* trace, const std::array<uint8_t, 16>& calibration_digest)
     : geometry_(geometry),
       encoder_of_kv_(geometry, kv),
@@ -131,6 +131,7 @@ void PagedKv::Append(const std::vector<SegmentSpan>& spans) {
         ref.constants = span.segment->constants();
         ref.exact_first = entry.first_position == 0;
       }
+      if (ref.codecs == kLayersPair) ref.layers = span.segment->layers().get();
       if (span.refinement != nullptr) {
         record.refinement = span.refinement;
         record.refinement_page = span.first_refinement_page + i;
@@ -586,7 +587,8 @@ PagedKv::PlaneBits PagedKv::plane_bits() const {
   PlaneBits sum;
   int n = 0;
   for (const PageRef& ref : record_refs_) {
-    sum.base += ref.tokens * BitsPerValue(ref.codecs, geometry_.head_dim);
+    sum.base +=
+        ref.tokens * (ref.layers != nullptr ? BitsPerValue(*ref.layers) : BitsPerValue(ref.codecs, geometry_.head_dim));
     if (ref.refinement != nullptr) sum.refinement += ref.tokens * BitsPerValue(kRefinementCodecs, geometry_.head_dim);
     n += ref.tokens;
   }
@@ -651,6 +653,7 @@ PagedKv::Encoded PagedKv::Encode(const Job& job) {
     ref.constants = writer_->constants();
     ref.exact_first = exact_first;
   }
+  if (encoder.kv() == kLayersPair) ref.layers = writer_->layers();
   if (encoder.kv().refine && use_refinement_) ref.refinement = refinement_writer_->page(*refinement);
   return {writer_serial_, *page, *refinement, ref, {}};
 }
@@ -659,8 +662,8 @@ Status PagedKv::OpenWriter(const PageEncoder& encoder) {
   const uint64_t wanted = std::min(kFirstSegmentBytes << std::min<size_t>(sealed_.size(), 8), kLastSegmentBytes);
   const uint64_t slack = uint64_t{1} << 20;  // header, table and a page however large the model
   const uint64_t capacity = std::max(wanted, 2 * encoder.layout().bytes + slack);
-  QKV_ASSIGN_OR_RETURN(auto writer,
-                       SegmentWriter::Create(geometry_, capacity, model_digest_, constants_ ? &*constants_ : nullptr));
+  QKV_ASSIGN_OR_RETURN(auto writer, SegmentWriter::Create(geometry_, capacity, model_digest_,
+                                                          constants_ ? &*constants_ : nullptr, encoder.layers()));
   if (encoder.kv().refine) {
     const uint64_t pages = capacity / encoder.layout().bytes + 1;
     QKV_ASSIGN_OR_RETURN(

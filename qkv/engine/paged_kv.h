@@ -51,7 +51,7 @@ class PagedKv {
 
   // `kv`: of the pages written here. `use_refinement`: attention is to see refinement pages, attached or own; without it
   // they are passed on all the same, but neither checked nor read. `trace` may be null, and must outlive this object.
-  PagedKv(const Geometry& geometry, CodecPair kv, const std::array<uint8_t, 16>& model_digest,
+  PagedKv(const Geometry& geometry, const PageCodecs& kv, const std::array<uint8_t, 16>& model_digest,
           bool use_refinement = true, Trace* trace = nullptr, const std::array<uint8_t, 16>& calibration_digest = {});
   ~PagedKv();
   PagedKv(const PagedKv&) = delete;

@@ -26,6 +26,11 @@ double BitsPerValue(CodecPair codecs, int head_dim) {
   return base / 2 + (codecs.refine ? BitsPerValue(CodecOf(CodecId::kRefine4), head_dim) : 0);
 }
 
+double BitsPerValue(const LayerCodecs& layers) {
+  const Geometry& g = layers.geometry();
+  return 8.0 * static_cast<double>(layers.block_bytes()) / (2.0 * kPageTokens * g.n_layers * g.n_kv_heads * g.head_dim);
+}
+
 Result<CodecPair> BestWithinBits(double bits, int head_dim) {
   const auto best = std::ranges::find_if(
       kMeasured, [&](const MeasuredPair& pair) { return BitsPerValue(pair.codecs, head_dim) <= bits; });

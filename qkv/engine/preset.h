@@ -22,6 +22,7 @@ std::span<const MeasuredPair> MeasuredPairs();
 
 // Stored bits per K or V value, scales included, refinement planes as well.
 double BitsPerValue(CodecPair codecs, int head_dim);
+double BitsPerValue(const LayerCodecs& layers);
 
 // The best measured pair of at most `bits` per value. Error: kInvalidArgument, naming the fewest bits there are.
 Result<CodecPair> BestWithinBits(double bits, int head_dim);

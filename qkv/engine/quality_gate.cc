@@ -36,16 +36,23 @@ constexpr std::array<std::pair<std::string_view, QualityBound>, 5> kBounds = {{
 }};
 
 // With heads of 64 channels: which preset a codec is compared with must not depend on the model.
-double BitsOf(CodecPair kv) {
+double BitsOf(const PageCodecs& kv) {
   constexpr int kHeadDim = 64;
-  return (BitsPerValue(CodecOf(kv.k), kHeadDim) + BitsPerValue(CodecOf(kv.v), kHeadDim)) / 2;
+  const auto bits = [](CodecPair pair) {
+    return (BitsPerValue(CodecOf(pair.k), kHeadDim) + BitsPerValue(CodecOf(pair.v), kHeadDim)) / 2;
+  };
+  if (kv.layers == nullptr) return bits(kv.pair);
+  const int n_layers = kv.layers->geometry().n_layers;
+  double sum = 0;
+  for (int layer = 0; layer < n_layers; ++layer) sum += bits(kv.layers->at(layer).codecs);
+  return sum / n_layers;
 }
 
 // Index of the preset whose bound holds for `kv`; they go from the best to the fewest bits.
-size_t PresetOf(CodecPair kv) {
+size_t PresetOf(const PageCodecs& kv) {
   const auto presets = Presets();
   for (size_t i = 0; i < presets.size(); ++i) {
-    if (kv.refine ? presets[i].name == "safe" : BitsOf(presets[i].codecs) <= BitsOf(kv) + 1e-9) return i;
+    if (kv.pair.refine ? presets[i].name == "safe" : BitsOf(presets[i].codecs) <= BitsOf(kv) + 1e-9) return i;
   }
   return presets.size() - 1;
 }
@@ -59,20 +66,20 @@ QualityBound BoundOfPreset(std::string_view name) {
 
 }  // namespace
 
-QualityBound BoundOf(CodecPair kv) {
-  return kv == kExact ? QualityBound{} : BoundOfPreset(Presets()[PresetOf(kv)].name);
+QualityBound BoundOf(const PageCodecs& kv) {
+  return kv.pair == kExact ? QualityBound{} : BoundOfPreset(Presets()[PresetOf(kv)].name);
 }
 
-std::vector<CodecPair> LadderAbove(CodecPair kv) {
+std::vector<CodecPair> LadderAbove(const PageCodecs& kv) {
   std::vector<CodecPair> ladder;
-  if (kv == kExact) return ladder;
+  if (kv.pair == kExact) return ladder;
   for (size_t i = PresetOf(kv); i-- > 0;) ladder.push_back(Presets()[i].codecs);
   ladder.push_back(kExact);
   return ladder;
 }
 
 bool QualityVerdict::Within() const {
-  if (kv == kExact) return true;
+  if (kv.pair == kExact) return true;
   const QualityBound bound = BoundOf(kv);
   return kl <= bound.kl + kNoiseFactor * noise_kl && 1 - top1 <= bound.top1_loss + kNoiseFactor * (1 - noise_top1);
 }
@@ -87,8 +94,11 @@ std::string QualityVerdict::Describe() const {
 QualityGate::QualityGate(std::shared_ptr<const Model> model, QualityGateOptions options)
     : model_(std::move(model)), options_(std::move(options)) {}
 
-std::string QualityGate::EntryName(CodecPair kv) const {
-  return fmt::format("{}-{}", model_->identity().weights_digest(), ToString(kv));
+std::string QualityGate::EntryName(const PageCodecs& kv) const {
+  std::string name = fmt::format("{}-{}", model_->identity().weights_digest(), ToString(kv.pair));
+  if (kv.layers == nullptr) return name;
+  const std::vector<uint8_t> bytes = kv.layers->Bytes();
+  return name + fmt::format("-{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
 }
 
 namespace {
@@ -99,7 +109,7 @@ std::string EntryText(const std::string& name, const QualityVerdict& v) {
 }
 }  // namespace
 
-std::optional<QualityVerdict> QualityGate::Recall(CodecPair kv) const {
+std::optional<QualityVerdict> QualityGate::Recall(const PageCodecs& kv) const {
   const std::string name = EntryName(kv);
   const auto text = ReadCacheFile(options_.directory, name, kMaxEntryBytes);
   if (!text) return std::nullopt;
@@ -121,7 +131,7 @@ void QualityGate::Remember(const QualityVerdict& verdict) const {
   WriteCacheFile(options_.directory, name, EntryText(name, verdict));
 }
 
-Result<QualityVerdict> QualityGate::Measure(CodecPair kv) {
+Result<QualityVerdict> QualityGate::Measure(const PageCodecs& kv) {
   QKV_ASSIGN_OR_RETURN(const auto tokens, Vocab(*model_).Tokenize(QualityText(), false, false));
   // Small vocabularies make more tokens of the text, small contexts take fewer.
   const size_t room = std::min<size_t>(tokens.size() / kSamples, static_cast<size_t>(model_->params().n_ctx_train));
@@ -162,9 +172,9 @@ Result<QualityVerdict> QualityGate::Measure(CodecPair kv) {
                         .noise_top1 = floor.top1.value};
 }
 
-Result<QualityVerdict> QualityGate::Check(CodecPair kv) {
-  if (kv == kExact) return QualityVerdict{.kv = kv, .top1 = 1, .noise_top1 = 1, .known = true};
-  const std::string text = ToString(kv);
+Result<QualityVerdict> QualityGate::Check(const PageCodecs& kv) {
+  if (kv.pair == kExact) return QualityVerdict{.kv = kv, .top1 = 1, .noise_top1 = 1, .known = true};
+  const std::string text = EntryName(kv);
   if (const auto found = known_.find(text); found != known_.end()) return found->second;
   if (auto recalled = Recall(kv)) {
     known_[text] = *recalled;
@@ -177,11 +187,11 @@ Result<QualityVerdict> QualityGate::Check(CodecPair kv) {
   return verdict;
 }
 
-Result<QualityGate::Choice> QualityGate::Choose(CodecPair kv) {
+Result<QualityGate::Choice> QualityGate::Choose(const PageCodecs& kv) {
   Choice choice;
-  std::vector<CodecPair> rungs = LadderAbove(kv);
-  rungs.insert(rungs.begin(), kv);
-  for (const CodecPair rung : rungs) {
+  std::vector<PageCodecs> rungs = {kv};
+  for (const CodecPair above : LadderAbove(kv)) rungs.push_back(above);
+  for (const PageCodecs& rung : rungs) {
     QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(rung));
     choice.kv = rung;
     choice.verdicts.push_back(verdict);
@@ -191,16 +201,16 @@ Result<QualityGate::Choice> QualityGate::Choose(CodecPair kv) {
 }
 
 Status QualityGate::Admit(const Context& context) {
-  std::vector<CodecPair> seen;
+  std::vector<PageCodecs> seen;
   for (const auto& segment : context.segments) {
     for (size_t page = 0; page < segment->pages().size(); ++page) {
-      const CodecPair kv = segment->codecs(page);
-      if (kv.k == CodecId::kRefine4 || std::ranges::find(seen, kv) != seen.end()) continue;
+      const PageCodecs kv(segment->codecs(page), segment->layers());
+      if (kv.pair.k == CodecId::kRefine4 || std::ranges::find(seen, kv) != seen.end()) continue;
       seen.push_back(kv);
       QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(kv));
       if (verdict.Within()) continue;
       return Err(Code::kIncompatible, Reason::kQualityGate,
-                 "pages of codec '{}' are beyond the bound for this model: {}", ToString(kv), verdict.Describe());
+                 "pages of codec '{}' are beyond the bound for this model: {}", ToString(kv.pair), verdict.Describe());
     }
   }
   return {};

@@ -29,13 +29,13 @@ struct QualityBound {
 };
 // Of the best preset that spends no more bits than `kv` does; of "safe" for one with refinement; of "tiny" below it. About
 // ten times what a healthy model shows. f16: {0, 0}.
-QualityBound BoundOf(CodecPair kv);
+QualityBound BoundOf(const PageCodecs& kv);
 
 // Up from `kv`: the presets with stricter bounds, the least strict first, then f16.
-std::vector<CodecPair> LadderAbove(CodecPair kv);
+std::vector<CodecPair> LadderAbove(const PageCodecs& kv);
 
 struct QualityVerdict {
-  CodecPair kv;
+  PageCodecs kv;
   double kl = 0;
   double top1 = 0;
   double noise_kl = 0;  // of f16 pages with their last bit changed
@@ -56,28 +56,28 @@ class QualityGate {
   QualityGate(std::shared_ptr<const Model> model, QualityGateOptions options);
 
   // Errors: the Sequence's; kInvalidArgument when the vocabulary makes next to nothing of the gate's text.
-  Result<QualityVerdict> Check(CodecPair kv);
+  Result<QualityVerdict> Check(const PageCodecs& kv);
 
   // `kv` itself if it is within its bound, else the first of LadderAbove that is. `verdicts`: of all that were looked at,
   // the chosen one last.
   struct Choice {
-    CodecPair kv;
+    PageCodecs kv;
     std::vector<QualityVerdict> verdicts;
   };
-  Result<Choice> Choose(CodecPair kv);
+  Result<Choice> Choose(const PageCodecs& kv);
 
   // Whether a context may be read: every codec of its pages is within its bound. Error: kIncompatible/quality_gate.
   Status Admit(const Context& context);
 
  private:
-  Result<QualityVerdict> Measure(CodecPair kv);
-  std::optional<QualityVerdict> Recall(CodecPair kv) const;
+  Result<QualityVerdict> Measure(const PageCodecs& kv);
+  std::optional<QualityVerdict> Recall(const PageCodecs& kv) const;
   void Remember(const QualityVerdict& verdict) const;
-  std::string EntryName(CodecPair kv) const;
+  std::string EntryName(const PageCodecs& kv) const;
 
   std::shared_ptr<const Model> model_;
   QualityGateOptions options_;
-  std::map<std::string, QualityVerdict> known_;  // by ToString(kv)
+  std::map<std::string, QualityVerdict> known_;  // by EntryName
 };
 
 // Calibration generation: what the model says first behind a context, token by token, over its pages and over exact K and

@@ -89,7 +89,7 @@ TEST_F(Gate, AHealthyModelKeepsWhatItWasAskedFor) {
   for (const char* kv : {"i8", "i4", "f16"}) {
     const auto choice = gate.Choose(Pair(kv));
     ASSERT_TRUE(choice) << choice.error().message;
-    EXPECT_EQ(ToString(choice->kv), kv);
+    EXPECT_EQ(ToString(choice->kv.pair), kv);
     EXPECT_EQ(choice->verdicts.size(), 1u);
   }
 }

@@ -52,10 +52,6 @@ ProbeOptions Scoring(ProbeOptions options) {
   return options;
 }
 
-uint64_t BlockBytes(const Geometry& geometry, CodecPair codecs) {
-  return PageLayout(geometry, codecs).layer_stride * static_cast<uint64_t>(geometry.n_layers);
-}
-
 // Forward with the logits of every token.
 Result<std::vector<float>> AllLogits(Sequence& sequence, std::span<const Token> tokens) {
   sequence.KeepAllLogits(true);
@@ -81,12 +77,12 @@ KvSize SizeOf(const Context& context) {
   KvSize size;
   uint64_t bytes = 0, file_bytes = 0;
   ForEachPage(context, [&](const Segment& segment, size_t page, int tokens) {
-    bytes += BlockBytes(segment.geometry(), segment.codecs(page));
+    bytes += segment.layout(page).block_bytes;
     size.values += ValuesPerToken(segment.geometry()) * static_cast<uint64_t>(tokens);
   });
   for (const auto& span : context.card.spans()) {
     if (span.refinement_segment() == 0) continue;
-    bytes += span.n_pages() * BlockBytes(context.segments.front()->geometry(), kRefinementCodecs);
+    bytes += span.n_pages() * PageLayout(context.segments.front()->geometry(), kRefinementCodecs).block_bytes;
   }
   for (const auto& segment : context.segments) file_bytes += segment->bytes();
   size.bits_per_value = 8.0 * static_cast<double>(bytes) / static_cast<double>(size.values);
@@ -103,12 +99,12 @@ double DecodeNs(const Context& context) {
   ForEachPage(context, [&](const Segment& segment, size_t page, int tokens) {
     if (++pages > kPages) return;
     const Geometry& geometry = segment.geometry();
-    const CodecPair codecs = segment.codecs(page);
-    const PageLayout layout(geometry, codecs);
+    const PageLayout layout = segment.layout(page);
     rows.resize(static_cast<size_t>(kPageTokens) * geometry.head_dim);
     for (int layer = 0; layer < geometry.n_layers; ++layer) {
       for (int head = 0; head < geometry.n_kv_heads; ++head) {
         for (const Side side : {Side::kK, Side::kV}) {
+          const CodecPair codecs = layout.CodecsOf(layer);
           CodecOf(side == Side::kK ? codecs.k : codecs.v)
               .decode(side, segment.page(page) + layout.BlockOffset(side, layer, head), tokens, geometry.head_dim,
                       rows.data());

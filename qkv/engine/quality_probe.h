@@ -53,7 +53,7 @@ struct ProbeResult {
 // What a codec is asked for: pages of `kv`, behind a calibration's matrices if there is one; with `transform`, rows that went through it first (CopyExact); or, instead of
 // both, pages of two codecs (Regroup; protocol `handoff` only).
 struct ProbeCodec {
-  CodecPair kv;
+  PageCodecs kv;
   Sequence::RowTransform transform;
   std::optional<TokenGroups> groups = {};
   std::shared_ptr<const Calibration> calibration = {};

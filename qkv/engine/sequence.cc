@@ -219,7 +219,7 @@ struct Sequence::Impl {
   }
 
   Context Describe(const std::vector<SegmentSpan>& spans, const PublishInfo& info) const {
-    return DescribeContext(spans, identity, options.kv, tokens, parents, info);
+    return DescribeContext(spans, identity, options.kv.pair, tokens, parents, info);
   }
   Status Attach(const Context& context, const ModelIdentity& expected);
   // Forward without taking over: reads behind what is here, batch by batch.
@@ -292,6 +292,10 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
     return Err(Code::kInvalidArgument, "batch of {} tokens, expected at least 1", options.n_batch);
   if (!(options.refine >= 0 && options.refine <= 1))
     return Err(Code::kInvalidArgument, "refinement of tokens from a share of {} on, expected 0 to 1", options.refine);
+  if ((options.kv.pair == kLayersPair) != (options.kv.layers != nullptr) ||
+      (options.kv.layers != nullptr && options.kv.layers->geometry() != model->geometry())) {
+    return Err(Code::kInvalidArgument, "codecs of other layers than the model's");
+  }
   auto impl = std::make_unique<Impl>();
   const HyperParams& p = model->params();
   ggml_threadpool_params pool_params = ggml_threadpool_params_default(options.n_threads);
@@ -559,7 +563,7 @@ const std::vector<Token>& Sequence::tokens() const {
 Trace* Sequence::trace() const {
   return impl_->options.trace;
 }
-CodecPair Sequence::kv() const {
+const PageCodecs& Sequence::kv() const {
   return impl_->options.kv;
 }
 int Sequence::n_ctx() const {

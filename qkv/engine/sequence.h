@@ -41,7 +41,7 @@ struct SequenceOptions {
   int n_ctx = 4096;  // tokens; beyond it Forward refuses
   int n_threads = 2;
   int n_batch = 512;  // tokens per graph in prefill
-  CodecPair kv;       // of the pages that this sequence writes
+  PageCodecs kv;      // of the pages that this sequence writes
   // Of pages with a refinement plane, the tokens whose weight may reach this share of the largest are read at full width.
   // 0 reads the base plane alone; in 0..1.
   double refine = kDefaultRefine;
@@ -145,8 +145,8 @@ class Sequence {
 
   const std::vector<Token>& tokens() const;
   int n_ctx() const;
-  CodecPair kv() const;  // of the pages that it writes
-  Trace* trace() const;  // may be null
+  const PageCodecs& kv() const;  // of the pages that it writes
+  Trace* trace() const;          // may be null
   const Model& model() const;
 
   struct Stats {

@@ -211,9 +211,10 @@ Json ToJson(const AgentSetup& setup) {
 Json ToJson(const AgentPrepare& prepare) {
   return {{"type", "prepare"},          {"agent", prepare.agent},
           {"kv", ToString(prepare.kv)}, {"max_bytes", prepare.max_bytes},
-          {"n_ctx", prepare.n_ctx},     {"threads", prepare.threads},
-          {"prefix", prepare.prefix},   {"system", prepare.system},
-          {"context", prepare.context}, {"trace", prepare.trace}};
+          {"kv_bits", prepare.kv_bits}, {"n_ctx", prepare.n_ctx},
+          {"threads", prepare.threads}, {"prefix", prepare.prefix},
+          {"system", prepare.system},   {"context", prepare.context},
+          {"trace", prepare.trace}};
 }
 
 Json ToJson(const AgentTurn& turn) {
@@ -229,6 +230,7 @@ Json ToJson(const AgentTurn& turn) {
           {"agent", turn.agent},
           {"kv", ToString(turn.kv)},
           {"max_bytes", turn.max_bytes},
+          {"kv_bits", turn.kv_bits},
           {"n_ctx", turn.n_ctx},
           {"threads", turn.threads},
           {"system", turn.system},
@@ -302,6 +304,7 @@ void ReadSequenceFields(Fields& fields, Command& command) {
   fields.Read("agent", command.agent);
   fields.Read("kv", command.kv);
   fields.Read("max_bytes", command.max_bytes, 0, kMaxCount);
+  fields.Read("kv_bits", command.kv_bits, 0.0, 16.0);
   fields.Read("n_ctx", command.n_ctx, 1, kMaxInt);
   fields.Read("threads", command.threads, 1, 1024);
   fields.Read("trace", command.trace);

@@ -41,6 +41,7 @@ struct AgentPrepare {
   std::string agent;
   CodecPair kv;
   uint64_t max_bytes = 0;  // FlowAgent::max_bytes, instead of kv
+  double kv_bits = 0;      // > 0: RunOptions::kv_bits, instead of kv where there is no max_bytes
   int n_ctx = 4096;
   int threads = 2;
   bool prefix = false;  // read `system` as the agent's own prefix
@@ -54,6 +55,7 @@ struct AgentTurn {
   std::string agent;
   CodecPair kv;            // of the pages that this agent writes
   uint64_t max_bytes = 0;  // as in AgentPrepare
+  double kv_bits = 0;      // likewise
   int n_ctx = 4096;
   int threads = 2;
   std::string system;

@@ -50,6 +50,7 @@ TEST(AgentProtocol, PrepareArrivesWhole) {
   const AgentPrepare sent{.agent = "writer",
                           .kv = {CodecId::kI8, CodecId::kI4},
                           .max_bytes = 123456789,
+                          .kv_bits = 4.3,
                           .n_ctx = 1234,
                           .threads = 7,
                           .prefix = true,
@@ -60,6 +61,7 @@ TEST(AgentProtocol, PrepareArrivesWhole) {
   EXPECT_EQ(got.agent, sent.agent);
   EXPECT_EQ(got.kv, sent.kv);
   EXPECT_EQ(got.max_bytes, sent.max_bytes);
+  EXPECT_EQ(got.kv_bits, 4.3);
   EXPECT_EQ(got.n_ctx, sent.n_ctx);
   EXPECT_EQ(got.threads, sent.threads);
   EXPECT_TRUE(got.prefix);
@@ -89,6 +91,7 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   sent.agent = "writer";
   sent.kv = {CodecId::kI8, CodecId::kI4};
   sent.max_bytes = 77;
+  sent.kv_bits = 3.75;
   sent.n_ctx = 1234;
   sent.threads = 7;
   sent.budget = 99;
@@ -113,6 +116,7 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   EXPECT_EQ(got.publish_as, sent.publish_as);
   EXPECT_EQ(got.agent, sent.agent);
   EXPECT_EQ(got.max_bytes, 77u);
+  EXPECT_EQ(got.kv_bits, 3.75);
   EXPECT_EQ(got.kv, sent.kv);
   EXPECT_EQ(got.n_ctx, sent.n_ctx);
   EXPECT_EQ(got.threads, sent.threads);

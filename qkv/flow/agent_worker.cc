@@ -21,7 +21,7 @@
 #include "qkv/base/fd.h"
 #include "qkv/broker/client.h"
 #include "qkv/engine/agent.h"
-#include "qkv/engine/preset.h"
+#include "qkv/engine/layer_sensitivity.h"
 #include "qkv/flow/agent_protocol.h"
 
 namespace qkv {
@@ -162,11 +162,13 @@ class Worker {
   template <class Command>
   Status MakeAgent(const Command& command) {
     ConnectBroker();
-    CodecPair kv = command.kv;
+    PageCodecs kv = command.kv;
     if (command.max_bytes > 0) {
-      QKV_ASSIGN_OR_RETURN(kv, BestWithinBytes(command.max_bytes, command.n_ctx, model_->geometry()));
+      QKV_ASSIGN_OR_RETURN(kv, BestWithinBytes(*model_, command.max_bytes, command.n_ctx));
+    } else if (command.kv_bits > 0) {
+      QKV_ASSIGN_OR_RETURN(kv, BestWithinBits(*model_, command.kv_bits));
     }
-    const auto key = std::tuple(ToString(kv), command.n_ctx, command.threads, command.trace);
+    const auto key = std::tuple(kv, command.n_ctx, command.threads, command.trace);
     // What was read ahead for one agent is nobody else's; what a turn left is replaced by what the next one inherits.
     const bool may_stay = used_ || made_for_ == command.agent;
     if (agent_ != nullptr && may_stay && key == agent_key_) return {};
@@ -238,7 +240,7 @@ class Worker {
   WarmSegments warm_;
   std::unique_ptr<Trace> trace_ = std::make_unique<Trace>("");  // of the agent
   std::unique_ptr<Agent> agent_;
-  std::tuple<std::string, int, int, bool> agent_key_;
+  std::tuple<PageCodecs, int, int, bool> agent_key_;
   std::string made_for_;
   bool used_ = false;  // the agent has had a turn; what it holds is kept for whoever goes on from it at once
   bool in_turn_ = false;

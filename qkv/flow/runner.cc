@@ -72,7 +72,7 @@ class Run {
         agents_(flow.agents.size()) {
     result_.mode = options.mode;
     kv_ = options.mode == FlowMode::kText ? CodecPair{} : options.kv ? *options.kv : HandoffCodecs(flow).front();
-    result_.kv = ToString(kv_);
+    result_.kv = HandsOver() && options.kv_bits > 0 ? fmt::format("{} bits", options.kv_bits) : ToString(kv_);
     result_.ahead = options.ahead;
     result_.threads = TotalThreads(flow);
     jobs_ = JobsFor(flow, options.jobs);
@@ -299,6 +299,7 @@ class Run {
   int PlannedThreads(int i) const { return std::max(1, result_.threads / std::max(forecast_.together[i], 1)); }
 
   uint64_t MaxBytesOf(int i) const { return HandsOver() ? agent(i).max_bytes : 0; }
+  double KvBitsOf(int i) const { return HandsOver() && !agent(i).kv ? options_.kv_bits : 0; }
   CodecPair CodecsOf(int i) const { return HandsOver() && agent(i).kv ? *agent(i).kv : kv_; }
 
   void StartTurn(FlowWorker& worker) {
@@ -316,6 +317,7 @@ class Run {
     }
     turn->kv = CodecsOf(i);
     turn->max_bytes = MaxBytesOf(i);
+    turn->kv_bits = KvBitsOf(i);
     turn->threads = worker.threads;
     turn->digest_logits = options_.digest_logits;
     turn->trace = options_.trace;
@@ -345,6 +347,7 @@ class Run {
     return {.agent = agent(i).name,
             .kv = CodecsOf(i),
             .max_bytes = MaxBytesOf(i),
+            .kv_bits = KvBitsOf(i),
             .n_ctx = flow_.n_ctx,
             .threads = PlannedThreads(i),
             .prefix = false,
@@ -675,6 +678,7 @@ Result<FlowReport> CompareModes(const Flow& flow, const RunOptions& options,
   const auto run = [&](FlowMode mode, CodecPair kv) -> Status {
     one.mode = mode;
     one.kv = kv;
+    one.kv_bits = 0;
     if (on_mode) on_mode(mode, kv);
     QKV_ASSIGN_OR_RETURN(ModeResult result, RunFlow(flow, one));
     report.modes.push_back(std::move(result));

@@ -55,6 +55,7 @@ struct FlowEvent {
 struct RunOptions {
   FlowMode mode = FlowMode::kHandoff;
   std::optional<CodecPair> kv;     // handoff only; nothing: HandoffCodecs(flow)'s first. Text mode keeps f16 pages.
+  double kv_bits = 0;              // > 0: instead of `kv`, the best of so many bits per value for each agent's model
   double refine = kDefaultRefine;  // SequenceOptions::refine, of every agent
   std::string socket;              // an existing broker's; empty: one of our own, in a private directory
   uint64_t budget_bytes = uint64_t{4} << 30;  // of our own broker
@@ -84,7 +85,7 @@ int JobsFor(const Flow& flow, int wanted);
 // without a model), the broker's and the system's when starting.
 Result<ModeResult> RunFlow(const Flow& flow, const RunOptions& options);
 
-// Text mode, then handing over with each of HandoffCodecs(flow) (`options.mode` and `options.kv` are not looked at),
+// Text mode, then handing over with each of HandoffCodecs(flow) (`options.mode`, `kv` and `kv_bits` are not looked at),
 // one after the other. `on_mode` is told which one begins. Ends early when stopped.
 Result<FlowReport> CompareModes(const Flow& flow, const RunOptions& options,
                                 const std::function<void(FlowMode, CodecPair)>& on_mode = {});

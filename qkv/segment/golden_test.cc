@@ -1,12 +1,14 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// tests/golden/segment-v2.bin and segment-v2-rotated.bin, written once by version 2 and readable ever since; the values
-// here are written by hand. QKV_WRITE_GOLDEN=1 rewrites the files: only together with a new kSegmentVersion, under a new name.
+// tests/golden/segment-v2.bin, segment-v2-rotated.bin and segment-v2-layers.bin, written once by version 2 and readable ever
+// since; the values here are written by hand. QKV_WRITE_GOLDEN=1 rewrites the files: only together with a new
+// kSegmentVersion, under a new name.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <sstream>
 
@@ -194,6 +196,34 @@ TEST(GoldenSegment, VersionTwoHoldsRotatedPagesAndTheirConstants) {
       }
     }
   }
+}
+
+// The rotated file's first page, its codecs named by the layers' table.
+TEST(GoldenSegment, VersionTwoHoldsLayersOfTheirOwnCodecs) {
+  const Bytes rotated = ReadFile(GoldenPath("segment-v2-rotated.bin"));
+  const auto of_pairs = Take(OpenSealed(rotated));
+  const auto path = GoldenPath("segment-v2-layers.bin");
+  if (WritesGolden()) {
+    SegmentConstants constants(kSmall);
+    std::memcpy(constants.halves.data(), of_pairs->constants(), 192);
+    auto writer = Take(SegmentWriter::Create(kSmall, 4096, kModelDigest, &constants,
+                                             Take(LayerCodecs::Create(kSmall, std::array{kGoldenPairs[0]}))));
+    Take(writer->Append(kLayersPair, 32, 0, [&](std::byte* page) { std::memcpy(page, of_pairs->page(0), 4096); }));
+    WriteFile(path, BytesOf(*Take(SegmentWriter::Seal(std::move(writer)))));
+  }
+  const Bytes bytes = ReadFile(path);
+  ASSERT_EQ(bytes.size(), 8192u);
+  EXPECT_EQ(bytes[192], std::byte{18});
+  EXPECT_EQ(bytes[193], std::byte{18});
+  EXPECT_EQ(bytes[448], std::byte{9});  // 5 bits
+  EXPECT_EQ(bytes[449], std::byte{7});  // 3 bits
+  const auto segment = Take(OpenSealed(bytes));
+  ASSERT_TRUE(segment->Verify(0));
+  EXPECT_EQ(segment->header().layers_offset, 448u);
+  EXPECT_EQ(segment->header().layers_bytes, 2u);
+  EXPECT_EQ(segment->codecs(0), kLayersPair);
+  EXPECT_EQ(segment->layout(0).CodecsOf(0), kGoldenPairs[0]);
+  EXPECT_EQ(std::memcmp(segment->page(0), of_pairs->page(0), 4096), 0);
 }
 
 // The rows of FORMAT.md's hexdump: "00000000  51 4b …  |QKV…|".

@@ -9,9 +9,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "qkv/codec/codec.h"
@@ -56,7 +58,10 @@ struct SegmentHeader {  // FORMAT.md §1.1
   uint64_t constants_offset;                   // 0: none
   uint64_t constants_bytes;                    // exactly ConstantsLayout::bytes, or 0
   uint64_t constants_checksum;                 // XXH3-64 of them, or 0
-  std::array<uint8_t, 56> reserved;            // zero
+  uint64_t layers_offset;                      // of LayerCodecs::Bytes(); 0: none
+  uint64_t layers_bytes;                       // exactly 2 n_layers, or 0
+  uint64_t layers_checksum;                    // XXH3-64 of them, or 0
+  std::array<uint8_t, 32> reserved;            // zero
   uint64_t header_checksum;                    // HeaderChecksum()
 };
 static_assert(sizeof(SegmentHeader) == 192 && std::is_trivially_copyable_v<SegmentHeader>);
@@ -72,17 +77,72 @@ struct PageEntry {  // FORMAT.md §1.2
 };
 static_assert(sizeof(PageEntry) == 32 && std::is_trivially_copyable_v<PageEntry>);
 
+// One codec pair per layer, for pages of kLayersPair, and where it puts their blocks. Immutable; shared by those who write
+// or read such pages. FORMAT.md §1.4.
+class LayerCodecs {
+ public:
+  // As many pairs as layers, of k3 to k8 and without refinement: all others need more than a table to be read with.
+  // Error: kInvalidArgument.
+  static Result<std::shared_ptr<const LayerCodecs>> Create(const Geometry& geometry, std::span<const CodecPair> pairs);
+  // From bytes as a segment has them. Errors: kIncompatible/codec_unsupported.
+  static Result<std::shared_ptr<const LayerCodecs>> Parse(const Geometry& geometry, std::span<const uint8_t> bytes);
+  std::vector<uint8_t> Bytes() const;  // [layer]{K's CodecId, V's}
+
+  struct Layer {
+    CodecPair codecs;
+    size_t offset;  // of the layer's first block, from the start of the page
+    size_t k_block_bytes;
+    size_t head_stride;
+  };
+  const Layer& at(int layer) const { return layers_[static_cast<size_t>(layer)]; }
+  const Geometry& geometry() const { return geometry_; }
+  size_t block_bytes() const { return block_bytes_; }  // of all blocks of a page
+  bool operator==(const LayerCodecs& other) const { return geometry_ == other.geometry_ && Bytes() == other.Bytes(); }
+
+ private:
+  LayerCodecs() = default;
+
+  Geometry geometry_;
+  std::vector<Layer> layers_;
+  size_t block_bytes_ = 0;
+};
+
+// What pages are written in: a pair for all layers, or a table. A value; copies share the table.
+struct PageCodecs {
+  PageCodecs() = default;
+  PageCodecs(CodecPair pair, std::shared_ptr<const LayerCodecs> table = nullptr)  // NOLINT: a pair says all there is
+      : pair(pair), layers(pair == kLayersPair ? std::move(table) : nullptr) {}
+  PageCodecs(CodecId k, CodecId v, bool refine = false) : pair{k, v, refine} {}
+
+  CodecPair pair;
+  std::shared_ptr<const LayerCodecs> layers;  // exactly with kLayersPair
+
+  bool operator==(const PageCodecs& other) const {
+    return pair == other.pair &&
+           (layers == other.layers || (layers != nullptr && other.layers != nullptr && *layers == *other.layers));
+  }
+};
+
 // Where a page's blocks are: [layer][kv_head]{K block, V block}. FORMAT.md §2.
 struct PageLayout {
-  PageLayout(const Geometry& geometry, CodecPair codecs);
+  // `layers`: of kLayersPair, else not looked at; must outlive this.
+  PageLayout(const Geometry& geometry, CodecPair codecs, const LayerCodecs* layers = nullptr);
 
-  size_t k_block_bytes;
-  size_t v_block_bytes;
-  size_t head_stride;   // k_block_bytes + v_block_bytes
-  size_t layer_stride;  // head_stride * n_kv_heads
-  size_t bytes;         // of the page, rounded up to kPageAlignment
+  CodecPair codecs;
+  const LayerCodecs* layers;  // null: one pair for all
+  size_t k_block_bytes = 0;   // these four: where layers do not differ
+  size_t v_block_bytes = 0;
+  size_t head_stride = 0;   // k_block_bytes + v_block_bytes
+  size_t layer_stride = 0;  // head_stride * n_kv_heads
+  size_t block_bytes;       // of all blocks
+  size_t bytes;             // of the page, rounded up to kPageAlignment
 
+  CodecPair CodecsOf(int layer) const { return layers == nullptr ? codecs : layers->at(layer).codecs; }
   size_t BlockOffset(Side side, int layer, int kv_head) const {
+    if (layers != nullptr) {
+      const LayerCodecs::Layer& at = layers->at(layer);
+      return at.offset + at.head_stride * static_cast<size_t>(kv_head) + (side == Side::kV ? at.k_block_bytes : 0);
+    }
     return layer_stride * static_cast<size_t>(layer) + head_stride * static_cast<size_t>(kv_head) +
            (side == Side::kV ? k_block_bytes : 0);
   }

@@ -28,7 +28,10 @@ TEST(Layout, HeaderFieldsStandWhereFormatMdSays) {
   EXPECT_EQ(offsetof(SegmentHeader, constants_offset), 104u);
   EXPECT_EQ(offsetof(SegmentHeader, constants_bytes), 112u);
   EXPECT_EQ(offsetof(SegmentHeader, constants_checksum), 120u);
-  EXPECT_EQ(offsetof(SegmentHeader, reserved), 128u);
+  EXPECT_EQ(offsetof(SegmentHeader, layers_offset), 128u);
+  EXPECT_EQ(offsetof(SegmentHeader, layers_bytes), 136u);
+  EXPECT_EQ(offsetof(SegmentHeader, layers_checksum), 144u);
+  EXPECT_EQ(offsetof(SegmentHeader, reserved), 152u);
   EXPECT_EQ(offsetof(SegmentHeader, header_checksum), 184u);
   EXPECT_EQ(offsetof(PageEntry, k_codec), 0u);
   EXPECT_EQ(offsetof(PageEntry, v_codec), 1u);
@@ -56,6 +59,53 @@ TEST(Layout, BlocksFollowOneAnotherByLayerThenHeadThenKAndV) {
       EXPECT_GE(layout.bytes, at) << k.name << " " << v.name;
       EXPECT_LT(layout.bytes, at + 4096);
       EXPECT_EQ(layout.bytes % 4096, 0u);
+    }
+  }
+}
+
+TEST(Layout, LayersOfDifferentCodecsFollowOneAnotherLikewise) {
+  const Geometry geometry{.n_layers = 3, .n_kv_heads = 2, .head_dim = 80};
+  const CodecPair pairs[] = {{CodecId::k8, CodecId::k3}, {CodecId::k4, CodecId::k7}, {CodecId::k5, CodecId::k6}};
+  const auto table = LayerCodecs::Create(geometry, pairs);
+  ASSERT_TRUE(table) << table.error().message;
+  const PageLayout layout(geometry, kLayersPair, table->get());
+  size_t at = 0;
+  for (int layer = 0; layer < 3; ++layer) {
+    EXPECT_EQ(layout.CodecsOf(layer), pairs[layer]);
+    for (int head = 0; head < 2; ++head) {
+      EXPECT_EQ(layout.BlockOffset(Side::kK, layer, head), at);
+      at += CodecOf(pairs[layer].k).block_bytes(80);
+      EXPECT_EQ(layout.BlockOffset(Side::kV, layer, head), at);
+      at += CodecOf(pairs[layer].v).block_bytes(80);
+    }
+  }
+  EXPECT_EQ(layout.block_bytes, at);
+  EXPECT_EQ(layout.bytes, (at + 4095) / 4096 * 4096);
+  EXPECT_EQ((*table)->Bytes(), (std::vector<uint8_t>{12, 7, 8, 11, 9, 10}));  // as FORMAT.md §3 numbers them
+  const std::vector<uint8_t> bytes = (*table)->Bytes();
+  EXPECT_EQ(**LayerCodecs::Parse(geometry, bytes), **table);
+}
+
+TEST(Layout, OnlyCodecsOf3To8BitsDifferByLayer) {
+  const Geometry geometry{.n_layers = 2, .n_kv_heads = 1, .head_dim = 64};
+  const auto create = [&](std::vector<CodecPair> pairs) { return LayerCodecs::Create(geometry, pairs); };
+  const CodecPair four{CodecId::k4, CodecId::k4};
+  EXPECT_TRUE(create({four, four}));
+  for (const CodecPair bad :
+       {CodecPair{CodecId::k4, CodecId::kI8}, CodecPair{CodecId::kF16, CodecId::k4},
+        CodecPair{CodecId::kRefine4, CodecId::kRefine4}, CodecPair{CodecId::k4, CodecId::k4, true}, kLayersPair}) {
+    const auto refused = create({four, bad});
+    ASSERT_FALSE(refused) << ToString(bad);
+    EXPECT_EQ(refused.error().code, Code::kInvalidArgument);
+  }
+  EXPECT_FALSE(create({four}));
+  EXPECT_FALSE(create({four, four, four}));
+  for (int id = 0; id < 256; ++id) {
+    const uint8_t bytes[] = {8, 8, 8, static_cast<uint8_t>(id)};
+    const auto parsed = LayerCodecs::Parse(geometry, bytes);
+    EXPECT_EQ(parsed.has_value(), id >= 7 && id <= 12) << id;
+    if (!parsed) {
+      EXPECT_EQ(parsed.error().reason, Reason::kCodecUnsupported);
     }
   }
 }

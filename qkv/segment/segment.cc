@@ -79,18 +79,17 @@ Status CheckHeader(const SegmentHeader& header, uint64_t size) {
   return {};
 }
 
-// Before ValidateGeometry: no number here depends on the geometry.
-Status CheckConstantsPlace(const SegmentHeader& header) {
-  if (header.constants_bytes == 0) {
-    if (header.constants_offset == 0 && header.constants_checksum == 0) return {};
-    return Corrupt("0 bytes of constants at {}, expected at 0", header.constants_offset);
+// What stands between page table and pages. Before ValidateGeometry: no number here depends on the geometry.
+Status CheckPlace(const SegmentHeader& header, std::string_view what, uint64_t offset, uint64_t bytes,
+                  uint64_t checksum) {
+  if (bytes == 0) {
+    if (offset == 0 && checksum == 0) return {};
+    return Corrupt("0 bytes of {} at {}, expected at 0", what, offset);
   }
   const uint64_t table_end = header.table_offset + uint64_t{header.n_pages} * sizeof(PageEntry);
-  if (header.constants_offset % 64 != 0 || header.constants_offset < table_end ||
-      header.constants_offset > header.data_offset ||
-      header.constants_bytes > header.data_offset - header.constants_offset) {
-    return Corrupt("{} bytes of constants at {}, expected at a multiple of 64 from {} to {}", header.constants_bytes,
-                   header.constants_offset, table_end, header.data_offset);
+  if (offset % 64 != 0 || offset < table_end || offset > header.data_offset || bytes > header.data_offset - offset) {
+    return Corrupt("{} bytes of {} at {}, expected at a multiple of 64 from {} to {}", bytes, what, offset, table_end,
+                   header.data_offset);
   }
   return {};
 }
@@ -119,12 +118,30 @@ Status CheckFrame(const SegmentHeader& header, std::span<const PageEntry> table)
   return {};
 }
 
-Status CheckTable(const SegmentHeader& header, std::span<const PageEntry> table) {
+// The layers' codecs, from a copy of their bytes; null where there are none. After CheckPlace and ValidateGeometry.
+Result<std::shared_ptr<const LayerCodecs>> ReadLayers(const Fd& fd, const SegmentHeader& header) {
+  if (header.layers_bytes == 0) return nullptr;
+  if (header.layers_bytes != 2 * uint64_t{header.n_layers}) {
+    return Corrupt("{} bytes of layers' codecs, expected {}", header.layers_bytes, 2 * header.n_layers);
+  }
+  std::vector<uint8_t> bytes(header.layers_bytes);
+  QKV_RETURN_IF_ERROR(ReadAt(fd, header.layers_offset, bytes.data(), bytes.size()));
+  const uint64_t checksum = XXH3_64bits(bytes.data(), bytes.size());
+  if (checksum != header.layers_checksum) {
+    return Corrupt("layers' codecs have checksum {:016x}, expected {:016x}", checksum, header.layers_checksum);
+  }
+  return LayerCodecs::Parse(GeometryOf(header), bytes);
+}
+
+Status CheckTable(const SegmentHeader& header, std::span<const PageEntry> table, const LayerCodecs* layers) {
   const Geometry geometry = GeometryOf(header);
   uint64_t free_from = header.data_offset;
   for (size_t i = 0; i < table.size(); ++i) {
     const PageEntry& entry = table[i];
-    if (FindCodec(entry.k_codec) == nullptr || FindCodec(entry.v_codec) == nullptr) {
+    const CodecPair codecs{static_cast<CodecId>(entry.k_codec), static_cast<CodecId>(entry.v_codec)};
+    if (codecs == kLayersPair) {
+      if (layers == nullptr) return Corrupt("page {} has layers of different codecs, but the segment names none", i);
+    } else if (FindCodec(entry.k_codec) == nullptr || FindCodec(entry.v_codec) == nullptr) {
       return Err(Code::kIncompatible, Reason::kCodecUnsupported,
                  "segment: page {} has codecs {} and {}, not known here", i, entry.k_codec, entry.v_codec);
     }
@@ -139,8 +156,7 @@ Status CheckTable(const SegmentHeader& header, std::span<const PageEntry> table)
     if (entry.first_position > kMaxPosition - entry.tokens) {
       return Corrupt("page {} is at position {}, expected positions below {}", i, entry.first_position, kMaxPosition);
     }
-    const uint64_t bytes =
-        PageLayout(geometry, {static_cast<CodecId>(entry.k_codec), static_cast<CodecId>(entry.v_codec)}).bytes;
+    const uint64_t bytes = PageLayout(geometry, codecs, layers).bytes;
     if (entry.bytes != bytes) return Corrupt("page {} has {} bytes, expected {}", i, entry.bytes, bytes);
     // free_from never exceeds file_bytes, and no sum is formed from entry.offset before it is known to be small.
     if (entry.offset % kPageAlignment != 0 || entry.offset < free_from || entry.offset > header.file_bytes ||
@@ -155,12 +171,14 @@ Status CheckTable(const SegmentHeader& header, std::span<const PageEntry> table)
 
 }  // namespace
 
-Segment::Segment(Fd fd, Mapping mapping, const SegmentHeader& header, std::vector<PageEntry> table, bool verified)
+Segment::Segment(Fd fd, Mapping mapping, const SegmentHeader& header, std::vector<PageEntry> table,
+                 std::shared_ptr<const LayerCodecs> layers, bool verified)
     : fd_(std::move(fd)),
       mapping_(std::move(mapping)),
       header_(header),
       geometry_(GeometryOf(header)),
       table_(std::move(table)),
+      layers_(std::move(layers)),
       digest_(ContentDigest(header_, table_)),
       sealed_(IsSealed(fd_)),
       verified_(std::make_unique<std::atomic<bool>[]>(table_.size())) {
@@ -197,14 +215,18 @@ Result<std::shared_ptr<const Segment>> Segment::Open(Fd fd, bool require_seals) 
     return Corrupt("header and page table have checksum {:016x}, expected {:016x}", checksum, header.header_checksum);
   }
   QKV_RETURN_IF_ERROR(CheckHeader(header, size));
-  QKV_RETURN_IF_ERROR(CheckConstantsPlace(header));
+  QKV_RETURN_IF_ERROR(
+      CheckPlace(header, "constants", header.constants_offset, header.constants_bytes, header.constants_checksum));
+  QKV_RETURN_IF_ERROR(
+      CheckPlace(header, "layers' codecs", header.layers_offset, header.layers_bytes, header.layers_checksum));
   if (Status status = ValidateGeometry(GeometryOf(header)); !status) return Corrupt("{}", status.error().message);
-  QKV_RETURN_IF_ERROR(CheckTable(header, table));
+  QKV_ASSIGN_OR_RETURN(std::shared_ptr<const LayerCodecs> layers, ReadLayers(fd, header));
+  QKV_RETURN_IF_ERROR(CheckTable(header, table, layers.get()));
   QKV_RETURN_IF_ERROR(CheckFrame(header, table));
 
   QKV_ASSIGN_OR_RETURN(Mapping mapping, Mapping::Map(fd, Mapping::Access::kReadOnly, 0, size));
   std::shared_ptr<const Segment> segment(
-      new Segment(std::move(fd), std::move(mapping), header, std::move(table), /*verified=*/false));
+      new Segment(std::move(fd), std::move(mapping), header, std::move(table), std::move(layers), /*verified=*/false));
   QKV_RETURN_IF_ERROR(segment->VerifyConstants());
   return segment;
 }

@@ -42,6 +42,9 @@ class Segment {
   bool sealed() const { return sealed_; }  // else a file on disk
   const std::byte* page(size_t index) const { return mapping_.data() + table_[index].offset; }
   CodecPair codecs(size_t index) const;  // refine is false: only the card knows of another segment
+  // Of the pages of kLayersPair; null where there are none.
+  const std::shared_ptr<const LayerCodecs>& layers() const { return layers_; }
+  PageLayout layout(size_t index) const { return PageLayout(geometry_, codecs(index), layers_.get()); }
   // ConstantsLayout::bytes, on 64 bytes; nullptr where there are none, which is where no page needs them. All finite.
   const std::byte* constants() const {
     return header_.constants_bytes == 0 ? nullptr : mapping_.data() + header_.constants_offset;
@@ -60,7 +63,8 @@ class Segment {
 
  private:
   friend class SegmentWriter;
-  Segment(Fd fd, Mapping mapping, const SegmentHeader& header, std::vector<PageEntry> table, bool verified);
+  Segment(Fd fd, Mapping mapping, const SegmentHeader& header, std::vector<PageEntry> table,
+          std::shared_ptr<const LayerCodecs> layers, bool verified);
   Status Populate(uint64_t offset, uint64_t bytes) const;
   Status VerifyConstants() const;
 
@@ -69,6 +73,7 @@ class Segment {
   SegmentHeader header_;
   Geometry geometry_;
   std::vector<PageEntry> table_;
+  std::shared_ptr<const LayerCodecs> layers_;
   std::string digest_;
   const bool sealed_;
   std::unique_ptr<std::atomic<bool>[]> verified_;

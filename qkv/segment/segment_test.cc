@@ -31,7 +31,7 @@ void ExpectUsable(const Segment& segment) {
     const PageEntry& entry = segment.pages()[i];
     ASSERT_LE(entry.offset, segment.bytes());
     ASSERT_LE(entry.bytes, segment.bytes() - entry.offset);
-    ASSERT_EQ(PageLayout(segment.geometry(), segment.codecs(i)).bytes, entry.bytes);
+    ASSERT_EQ(segment.layout(i).bytes, entry.bytes);
     ASSERT_GE(entry.tokens, 1);
     ASSERT_LE(entry.tokens, 32);
     (void)segment.Verify(i);
@@ -143,7 +143,7 @@ TEST(Segment, RefusesEveryFieldThatDoesNotFitAndSaysWhy) {
        Reason::kChecksum},
       {"rotated with seed 0x1, expected 0x0", [](Bytes& b) { HeaderIn(b).rotation_seed = 1; }, Code::kIncompatible,
        Reason::kCodecUnsupported},
-      {"reserved", [](Bytes& b) { HeaderIn(b).reserved[55] = 1; }, Code::kIncompatible, Reason::kVersion},
+      {"reserved", [](Bytes& b) { HeaderIn(b).reserved[31] = 1; }, Code::kIncompatible, Reason::kVersion},
       {"0 bytes of constants at 256", [](Bytes& b) { HeaderIn(b).constants_offset = 256; }, Code::kCorrupt,
        Reason::kChecksum},
       {"0 bytes of constants at 0", [](Bytes& b) { HeaderIn(b).constants_checksum = 1; }, Code::kCorrupt,
@@ -273,6 +273,130 @@ TEST(Segment, EveryBitFlipInARotatedHeadUnderAForgedChecksumIsRefusedOrHarmless)
       ASSERT_NE((*opened)->constants(), nullptr);
       ASSERT_LE((*opened)->header().constants_offset + 192, (*opened)->header().data_offset);
     }
+  }
+}
+
+// Two pages, constants and a table of three layers.
+Bytes LayeredSegmentBytes() {
+  const Geometry geometry{.n_layers = 3, .n_kv_heads = 1, .head_dim = 32};
+  const CodecPair pairs[] = {{CodecId::k8, CodecId::k3}, {CodecId::k4, CodecId::k7}, {CodecId::k5, CodecId::k6}};
+  const auto table = Take(LayerCodecs::Create(geometry, pairs));
+  const SegmentConstants constants = SomeConstants(geometry);
+  auto writer = Take(SegmentWriter::Create(geometry, 2 * 8192, kModelDigest, &constants, table));
+  for (uint32_t page = 0; page < 2; ++page) {
+    Take(writer->Append(kLayersPair, kPageTokens, page * kPageTokens,
+                        [&](std::byte* data) { FillWithPattern(data, table->block_bytes(), page); }));
+  }
+  return BytesOf(*Take(SegmentWriter::Seal(std::move(writer))));
+}
+
+void FixLayersChecksum(Bytes& bytes) {
+  SegmentHeader& header = HeaderIn(bytes);
+  header.layers_checksum = XXH3_64bits(bytes.data() + header.layers_offset, header.layers_bytes);
+}
+
+TEST(Segment, LayersCodecsAreReadBack) {
+  const Bytes bytes = LayeredSegmentBytes();
+  const auto segment = Take(OpenSealed(bytes));
+  ASSERT_NE(segment->layers(), nullptr);
+  EXPECT_EQ(segment->layers()->Bytes(), (std::vector<uint8_t>{12, 7, 8, 11, 9, 10}));
+  EXPECT_EQ(segment->codecs(1), kLayersPair);
+  // 33 bits of codes over 3 layers' two sides, and 6 scales; of 32 tokens.
+  EXPECT_EQ(segment->layout(1).block_bytes, 33u * 32 * 32 / 8 + 6 * 64);
+  EXPECT_TRUE(segment->Verify(1));
+  EXPECT_EQ(segment->header().layers_offset % 64, 0u);
+  EXPECT_GE(segment->header().layers_offset, segment->header().constants_offset + segment->header().constants_bytes);
+  EXPECT_EQ(Take(OpenSealed(SmallSegmentBytes()))->layers(), nullptr);
+}
+
+TEST(Segment, EveryBitFlipInTheLayersCodecsIsAnErrorUnlessForged) {
+  const Bytes valid = LayeredSegmentBytes();
+  Bytes copy = valid;
+  const size_t at = HeaderIn(copy).layers_offset;
+  const std::string digest = Take(OpenSealed(valid))->digest();
+  for (size_t bit = 0; bit < 6 * 8; ++bit) {
+    Bytes bytes = valid;
+    bytes[at + bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+    const auto opened = OpenSealed(bytes);
+    ASSERT_FALSE(opened) << bit;
+    EXPECT_THAT(opened.error().message, HasSubstr("layers' codecs have checksum"));
+    FixLayersChecksum(bytes);
+    FixHeaderChecksum(bytes, 2);
+    if (const auto forged = OpenSealed(bytes)) {
+      ExpectUsable(**forged);  // another width, in pages of as many bytes
+      EXPECT_NE((*forged)->digest(), digest);
+    }
+  }
+}
+
+TEST(Segment, EveryBitFlipInAHeadWithLayersUnderAForgedChecksumIsRefusedOrHarmless) {
+  const Bytes valid = LayeredSegmentBytes();
+  for (size_t bit = 0; bit < kHeadOfTwoPages * 8; ++bit) {
+    Bytes bytes = valid;
+    bytes[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+    FixHeaderChecksum(bytes, 2);
+    if (const auto opened = OpenSealed(bytes)) ExpectUsable(**opened);
+  }
+}
+
+TEST(Segment, RefusesLayersCodecsThatDoNotFit) {
+  const Damage damages[] = {
+      {"page 0 has layers of different codecs, but the segment names none",
+       [](Bytes& b) { HeaderIn(b).layers_offset = HeaderIn(b).layers_bytes = HeaderIn(b).layers_checksum = 0; },
+       Code::kCorrupt, Reason::kChecksum},
+      {"4 bytes of layers' codecs, expected 6", [](Bytes& b) { HeaderIn(b).layers_bytes = 4; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"18446744073709551615 bytes of layers' codecs", [](Bytes& b) { HeaderIn(b).layers_bytes = ~uint64_t{0}; },
+       Code::kCorrupt, Reason::kChecksum},
+      {"6 bytes of layers' codecs at 0", [](Bytes& b) { HeaderIn(b).layers_offset = 0; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"6 bytes of layers' codecs at 18446744073709551552", [](Bytes& b) { HeaderIn(b).layers_offset = ~uint64_t{63}; },
+       Code::kCorrupt, Reason::kChecksum},
+      {"6 bytes of layers' codecs at 4096", [](Bytes& b) { HeaderIn(b).layers_offset = 4096; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"0 bytes of layers' codecs at", [](Bytes& b) { HeaderIn(b).layers_bytes = 0; }, Code::kCorrupt,
+       Reason::kChecksum},
+      {"layer 1 has codecs 8 and 2, expected those of 3 to 8 bits",
+       [](Bytes& b) {
+         b[HeaderIn(b).layers_offset + 3] = std::byte{2};
+         FixLayersChecksum(b);
+       },
+       Code::kIncompatible, Reason::kCodecUnsupported},
+      {"layer 2 has codecs 18 and 10",
+       [](Bytes& b) {
+         b[HeaderIn(b).layers_offset + 4] = std::byte{18};
+         FixLayersChecksum(b);
+       },
+       Code::kIncompatible, Reason::kCodecUnsupported},
+      {"page 1 has 8192 bytes, expected 4096",  // three layers of 3 bits
+       [](Bytes& b) {
+         std::fill_n(&b[HeaderIn(b).layers_offset], 6, std::byte{7});
+         FixLayersChecksum(b);
+         EntryIn(b, 0).bytes = 4096;
+       },
+       Code::kCorrupt, Reason::kChecksum},
+      {"page 1 has codecs 18 and 8, not known here", [](Bytes& b) { EntryIn(b, 1).v_codec = 8; }, Code::kIncompatible,
+       Reason::kCodecUnsupported},
+      {"page 1 has codecs 8 and 18, not known here", [](Bytes& b) { EntryIn(b, 1).k_codec = 8; }, Code::kIncompatible,
+       Reason::kCodecUnsupported},
+      {"0 bytes of constants, expected 576",
+       [](Bytes& b) {
+         HeaderIn(b).constants_offset = HeaderIn(b).constants_bytes = HeaderIn(b).constants_checksum = 0;
+       },
+       Code::kCorrupt, Reason::kChecksum},
+      {"rotated with seed 0x0", [](Bytes& b) { HeaderIn(b).rotation_seed = 0; }, Code::kIncompatible,
+       Reason::kCodecUnsupported},
+      {"reserved bytes", [](Bytes& b) { HeaderIn(b).reserved[0] = 1; }, Code::kIncompatible, Reason::kVersion},
+  };
+  for (const Damage& damage : damages) {
+    Bytes bytes = LayeredSegmentBytes();
+    damage.apply(bytes);
+    FixHeaderChecksum(bytes, 2);
+    const auto opened = OpenSealed(bytes);
+    ASSERT_FALSE(opened) << damage.what;
+    EXPECT_THAT(opened.error().message, HasSubstr(damage.what));
+    EXPECT_EQ(opened.error().code, damage.code) << opened.error().message;
+    EXPECT_EQ(opened.error().reason, damage.reason) << opened.error().message;
   }
 }
 

@@ -69,8 +69,12 @@ Status CheckConstants(const SegmentConstants& constants, const Geometry& geometr
 
 Result<std::unique_ptr<SegmentWriter>> SegmentWriter::Create(const Geometry& geometry, uint64_t capacity_bytes,
                                                              const std::array<uint8_t, 16>& model_digest,
-                                                             const SegmentConstants* constants) {
+                                                             const SegmentConstants* constants,
+                                                             std::shared_ptr<const LayerCodecs> layers) {
   QKV_RETURN_IF_ERROR(ValidateGeometry(geometry));
+  if (layers != nullptr && layers->geometry() != geometry) {
+    return Err(Code::kInvalidArgument, "segment: layers' codecs of another geometry");
+  }
   if (constants != nullptr) QKV_RETURN_IF_ERROR(CheckConstants(*constants, geometry));
   const uint64_t smallest = SmallestPageBytes(geometry);
   if (capacity_bytes < smallest || capacity_bytes > kMaxSegmentBytes) {
@@ -91,6 +95,12 @@ Result<std::unique_ptr<SegmentWriter>> SegmentWriter::Create(const Geometry& geo
     writer->calibration_digest_ = constants->calibration_digest;
     end = writer->constants_offset_ + writer->constants_bytes_;
   }
+  const std::vector<uint8_t> layer_bytes = layers != nullptr ? layers->Bytes() : std::vector<uint8_t>();
+  if (layers != nullptr) {
+    writer->layers_offset_ = (end + 63) / 64 * 64;
+    end = writer->layers_offset_ + layer_bytes.size();
+    writer->layers_ = std::move(layers);
+  }
   writer->data_offset_ = (end + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
   writer->next_offset_ = writer->data_offset_;
   writer->file_bytes_ = std::min(writer->data_offset_ + capacity_bytes, kMaxSegmentBytes);
@@ -103,11 +113,12 @@ Result<std::unique_ptr<SegmentWriter>> SegmentWriter::Create(const Geometry& geo
   if (constants != nullptr) {
     QKV_RETURN_IF_ERROR(WriteAt(writer->fd_, writer->constants_offset_, std::as_bytes(std::span(constants->halves))));
   }
+  QKV_RETURN_IF_ERROR(WriteAt(writer->fd_, writer->layers_offset_, std::as_bytes(std::span(layer_bytes))));
   return writer;
 }
 
 bool SegmentWriter::Fits(CodecPair codecs) const {
-  return table_.size() < max_pages_ && PageLayout(geometry_, codecs).bytes <= file_bytes_ - next_offset_;
+  return table_.size() < max_pages_ && PageLayout(geometry_, codecs, layers_.get()).bytes <= file_bytes_ - next_offset_;
 }
 
 Result<size_t> SegmentWriter::Append(CodecPair codecs, int tokens, uint32_t first_position,
@@ -119,13 +130,17 @@ Result<size_t> SegmentWriter::Append(CodecPair codecs, int tokens, uint32_t firs
     return Err(Code::kInvalidArgument, "segment: page at position {}, expected positions below {}", first_position,
                kMaxPosition);
   }
+  const bool of_layers = codecs.k == CodecId::kLayers || codecs.v == CodecId::kLayers;
+  if (of_layers && (layers_ == nullptr || codecs != kLayersPair)) {
+    return Err(Code::kInvalidArgument, "segment: a page of layers' codecs, but the segment names none");
+  }
   if ((codecs.k == CodecId::kRefine4) != (codecs.v == CodecId::kRefine4)) {
     return Err(Code::kInvalidArgument, "segment: a page with a refinement on one side only");
   }
   if (NeedsConstants(codecs) && constants_bytes_ == 0) {
     return Err(Code::kInvalidArgument, "segment: a page in codecs {}, but no constants", ToString(codecs));
   }
-  const size_t bytes = PageLayout(geometry_, codecs).bytes;
+  const size_t bytes = PageLayout(geometry_, codecs, layers_.get()).bytes;
   if (!Fits(codecs)) {
     return Err(Code::kExhausted, Reason::kPoolFull,
                "segment: page of {} bytes does not fit: {} of {} bytes and {} of {} pages are used", bytes,
@@ -178,6 +193,12 @@ Result<std::shared_ptr<const Segment>> SegmentWriter::Seal(std::unique_ptr<Segme
   header.constants_offset = writer->constants_offset_;
   header.constants_bytes = writer->constants_bytes_;
   header.constants_checksum = writer->constants_checksum_;
+  if (writer->layers_ != nullptr) {
+    const std::vector<uint8_t> bytes = writer->layers_->Bytes();
+    header.layers_offset = writer->layers_offset_;
+    header.layers_bytes = bytes.size();
+    header.layers_checksum = XXH3_64bits(bytes.data(), bytes.size());
+  }
   header.header_checksum = HeaderChecksum(header, writer->table_);
 
   QKV_RETURN_IF_ERROR(WriteAt(writer->fd_, 0, HeadBytes(header, writer->table_)));
@@ -189,7 +210,8 @@ Result<std::shared_ptr<const Segment>> SegmentWriter::Seal(std::unique_ptr<Segme
   QKV_RETURN_IF_ERROR(qkv::Seal(writer->fd_));
   KillPoint("segment.sealed");
   return std::shared_ptr<const Segment>(new Segment(std::move(writer->read_only_fd_), std::move(writer->mapping_),
-                                                    header, std::move(writer->table_), /*verified=*/true));
+                                                    header, std::move(writer->table_), std::move(writer->layers_),
+                                                    /*verified=*/true));
 }
 
 }  // namespace qkv

@@ -22,19 +22,20 @@ class SegmentWriter {
  public:
   // capacity_bytes: room for the pages; the file, header, page table and constants included, never exceeds
   // kMaxSegmentBytes. Memory is taken only as pages are written. `model_digest` goes into the header. Room for the page
-  // table is made for the smallest pages possible. `constants` are copied; without them pages that need some are refused.
-  // Errors: kInvalidArgument (geometry, or not one page fits, or constants of another geometry or not finite),
-  // kExhausted.
+  // table is made for the smallest pages possible. `constants` are copied; without them pages that need some are refused,
+  // and without `layers` those of kLayersPair. Errors: kInvalidArgument (geometry, or not one page fits, or constants or
+  // layers of another geometry, or constants that are not finite), kExhausted.
   static Result<std::unique_ptr<SegmentWriter>> Create(const Geometry& geometry, uint64_t capacity_bytes,
                                                        const std::array<uint8_t, 16>& model_digest,
-                                                       const SegmentConstants* constants = nullptr);
+                                                       const SegmentConstants* constants = nullptr,
+                                                       std::shared_ptr<const LayerCodecs> layers = nullptr);
 
-  bool Fits(CodecPair codecs) const;  // one more page
+  bool Fits(CodecPair codecs) const;  // one more page; kLayersPair only with layers
 
   // `fill` writes the page, PageLayout::bytes that are zero before. Returns the page's index. The checksum is taken and
   // the writable window unmapped before this returns. After an error the writer is as it was. Errors:
   // kExhausted/pool_full when the page does not fit or the system has no memory left, kInvalidArgument for tokens
-  // outside 1..32, positions from kMaxPosition on, a refinement on one side only, or constants that are missing.
+  // outside 1..32, positions from kMaxPosition on, a refinement on one side only, or constants or layers that are missing.
   Result<size_t> Append(CodecPair codecs, int tokens, uint32_t first_position,
                         const std::function<void(std::byte* page)>& fill);
 
@@ -43,6 +44,7 @@ class SegmentWriter {
   // The table never moves: room for all its entries is made at the start, so Append does not disturb this.
   const std::byte* page(size_t index) const { return mapping_.data() + table_.data()[index].offset; }
 
+  const LayerCodecs* layers() const { return layers_.get(); }  // then the sealed segment's
   const std::byte* constants() const { return constants_bytes_ == 0 ? nullptr : mapping_.data() + constants_offset_; }
 
   // Writes header and page table, trims the file, seals it. The returned segment keeps the writer's mapping, so that
@@ -62,6 +64,8 @@ class SegmentWriter {
   uint64_t constants_offset_ = 0;
   uint64_t constants_bytes_ = 0;
   uint64_t constants_checksum_ = 0;
+  std::shared_ptr<const LayerCodecs> layers_;
+  uint64_t layers_offset_ = 0;
   bool rotated_ = false;      // any page so far
   uint64_t data_offset_ = 0;  // of the first page
   uint64_t next_offset_ = 0;  // of the next page

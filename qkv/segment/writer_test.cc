@@ -296,6 +296,27 @@ TEST(SegmentWriter, RefusesRotatedPagesWithoutConstantsAndConstantsThatDoNotFit)
   EXPECT_EQ(code(SegmentWriter::Create(kSmall, 1 << 16, kModelDigest, &infinite)), Code::kInvalidArgument);
 }
 
+TEST(SegmentWriter, RefusesPagesOfLayersWithoutTheirCodecsAndThoseThatDoNotFit) {
+  const CodecPair pairs[] = {kRotatedPair};
+  const auto table = Take(LayerCodecs::Create(kSmall, pairs));
+  const SegmentConstants constants = SomeConstants(kSmall);
+  const auto nothing = [](std::byte*) { FAIL(); };
+  const auto append = [&](SegmentWriter& writer, CodecPair codecs) {
+    const auto page = writer.Append(codecs, 1, 0, nothing);
+    EXPECT_FALSE(page);
+    return page ? Code::kInternal : page.error().code;
+  };
+  const auto without = Take(SegmentWriter::Create(kSmall, 8192, kModelDigest, &constants));
+  EXPECT_EQ(append(*without, kLayersPair), Code::kInvalidArgument);
+  const auto with = Take(SegmentWriter::Create(kSmall, 8192, kModelDigest, &constants, table));
+  EXPECT_EQ(append(*with, {CodecId::kLayers, CodecId::k4}), Code::kInvalidArgument);
+  EXPECT_EQ(append(*with, {CodecId::k4, CodecId::kLayers}), Code::kInvalidArgument);
+  const auto no_constants = Take(SegmentWriter::Create(kSmall, 8192, kModelDigest, nullptr, table));
+  EXPECT_EQ(append(*no_constants, kLayersPair), Code::kInvalidArgument);
+  const Geometry other{.n_layers = 1, .n_kv_heads = 2, .head_dim = 32};
+  EXPECT_EQ(SegmentWriter::Create(other, 8192, kModelDigest, nullptr, table).error().code, Code::kInvalidArgument);
+}
+
 TEST(SegmentWriter, NeverMakesAFileBeyondTheLimitThatReadersSet) {
   auto writer = Take(SegmentWriter::Create(kSmall, kMaxSegmentBytes, kModelDigest));
   const std::vector<Fd> own = WritableSegmentDescriptors();

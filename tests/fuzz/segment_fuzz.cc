@@ -33,7 +33,7 @@ void Use(std::span<const std::byte> bytes) {
   }
   for (size_t i = 0; i < (*segment)->pages().size(); ++i) {
     const PageEntry& page = (*segment)->pages()[i];
-    QKV_CHECK(page.bytes == qkv::PageLayout((*segment)->geometry(), (*segment)->codecs(i)).bytes);
+    QKV_CHECK(page.bytes == (*segment)->layout(i).bytes);
     QKV_CHECK(page.offset + page.bytes <= bytes.size());
     (void)(*segment)->Verify(i);  // reads the whole page
   }
