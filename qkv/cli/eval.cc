@@ -116,7 +116,8 @@ class Evaluation {
         column.known_bits = LikeGgmlBits(type);
         column.codec.kv = kExact;
         if (column.known_bits == 0) {
-          return Err(Code::kInvalidArgument, "--kv: '{}' is not one of like:q8_0, like:q4_0", kv);
+          return Err(Code::kInvalidArgument, "--kv: '{}' is not one of like:q8_0, like:q4_0, and those with :plain",
+                     kv);
         }
       } else if (kv.starts_with(kTokens)) {
         QKV_ASSIGN_OR_RETURN(column.codec.groups, ParseTokenGroups(kv.substr(std::size(kTokens) - 1)));
@@ -584,7 +585,8 @@ void AddEval(CLI::App& app, int& status) {
   command
       ->add_option("--kv", options->kv,
                    "codecs to measure, as elsewhere; also like:q8_0 and like:q4_0, libllama's cache types simulated in "
-                   "this engine; bal:CODEC, behind the matrices that 'calibrate' made; layers:BITS, each layer in its "
+                   "this engine (with :plain behind, without its rotation); bal:CODEC, behind the matrices that "
+                   "'calibrate' made; layers:BITS, each layer in its "
                    "own width; and tokens:attention/20/8/4 (or "
                    "random, or 8/drop): the 20 % of the tokens with most "
                    "attention in one codec, the others in another or nowhere")

@@ -11,7 +11,10 @@
 namespace qkv {
 namespace {
 
+constexpr std::string_view kPlain = ":plain";
+
 const ggml_type* FindType(std::string_view name) {
+  if (name.ends_with(kPlain)) name.remove_suffix(kPlain.size());
   static constexpr ggml_type kTypes[] = {GGML_TYPE_Q8_0, GGML_TYPE_Q4_0};
   for (const ggml_type& type : kTypes) {
     if (name == ggml_type_name(type)) return &type;
@@ -46,7 +49,7 @@ Sequence::RowTransform LikeGgml(std::string_view name, int head_dim) {
   const ggml_type* type = FindType(name);
   if (type == nullptr || head_dim % ggml_blck_size(*type) != 0) return {};
   ggml_quantize_init(*type);
-  int k_size = head_dim % 64 == 0 ? 64 : 0;
+  int k_size = head_dim % 64 == 0 && !name.ends_with(kPlain) ? 64 : 0;
   const int v_size = k_size;
   while (k_size > 0 && head_dim % (2 * k_size) == 0) k_size *= 2;
   return [=, type = *type, codes = std::vector<std::byte>(ggml_row_size(*type, head_dim))](

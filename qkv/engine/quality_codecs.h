@@ -13,7 +13,8 @@
 namespace qkv {
 
 // ggml's "q8_0" or "q4_0" by ggml's own code, as libllama's cache applies it: behind a Walsh-Hadamard transform of 64
-// channels (K: of the largest such power of two that divides head_dim) where head_dim allows. Empty for another name.
+// channels (K: of the largest such power of two that divides head_dim) where head_dim allows; with ":plain" behind the name
+// without the transform, as older versions did. Empty for another name.
 Sequence::RowTransform LikeGgml(std::string_view type, int head_dim);
 double LikeGgmlBits(std::string_view type);  // per value; 0 for another name
 

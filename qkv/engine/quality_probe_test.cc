@@ -145,6 +145,14 @@ TEST(QualityCodecs, GgmlsRoundingIsItsOwnAndRotatedWhereItRotates) {
   for (int i = 0; i < 64; ++i) EXPECT_NEAR(row[i], i == 5 ? 1 : 0, 2e-3) << i;
   EXPECT_TRUE(LikeGgml("q4_0", 64));
   EXPECT_FALSE(LikeGgml("q3_k", 64));
+  // Without rotation, what is less than half a step of 1/127 is lost beside a 1 among its 32 channels only.
+  row.assign(64, 0.003f);
+  row[5] = 1;
+  LikeGgml("q8_0:plain", 64)(Side::kK, 0, 0, 0, 1, row.data());
+  for (int i = 0; i < 32; ++i) EXPECT_NEAR(row[i], i == 5 ? 1 : 0, 1e-3) << i;
+  for (int i = 32; i < 64; ++i) EXPECT_NEAR(row[i], 0.003, 1e-5) << i;
+  EXPECT_EQ(LikeGgmlBits("q8_0:plain"), 8.5);
+  EXPECT_FALSE(LikeGgml(":plain", 64));
 }
 
 }  // namespace
