@@ -1,10 +1,10 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What encoding and unpacking a block costs, per codec, and what the rotated frame and the expanding of planes do, on one
-// thread and in the cache. per_value: CPU time per value of K or V. A token has 2 * layers * KV heads * head_dim of them
-// (SmolLM2-135M: 11,520), so encode's figure, and that of to_rotated where the codec is a rotated one, times that is what
-// a token costs the encoder thread.
+// What encoding and unpacking a block costs, per codec, and what the rotated frame and the expanding of planes and of
+// centroids' numbers do, on one thread and in the cache. per_value: CPU time per value of K or V. A token has 2 * layers *
+// KV heads * head_dim of them (SmolLM2-135M: 11,520), so encode's figure, and that of to_rotated where the codec is a
+// rotated one, times that is what a token costs the encoder thread.
 //
 //   bench/codec --benchmark_filter=/64
 
@@ -18,6 +18,7 @@
 #include "qkv/codec/blocks.h"
 #include "qkv/codec/codec.h"
 #include "qkv/codec/frame.h"
+#include "qkv/codec/test_support.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "bench/codec.cc"
@@ -25,12 +26,16 @@
 #include "hwy/highway.h"
 
 #include "qkv/codec/planes-inl.h"
+#include "qkv/codec/pq-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace qkv {
 namespace HWY_NAMESPACE {
 void Expand(int width, const uint8_t* block, size_t n_codes, int8_t* out) {
   planes::HWY_NAMESPACE::ExpandPlanes(width, block, n_codes, out);
+}
+void LookUp(const PqBook& book, const uint8_t* block, size_t dim, int8_t* out) {
+  pq::HWY_NAMESPACE::ExpandPq(book, Side::kK, block, dim, out);
 }
 }  // namespace HWY_NAMESPACE
 }  // namespace qkv
@@ -41,6 +46,7 @@ namespace qkv {
 namespace {
 
 HWY_EXPORT(Expand);
+HWY_EXPORT(LookUp);
 
 // Blocks of many heads, more than the innermost cache holds, as an encoder meets them.
 constexpr int kBlocks = 64;
@@ -53,13 +59,17 @@ struct Blocks {
         bytes(codec.block_bytes(head_dim)),
         rows(hwy::AllocateAligned<float>(kBlocks * values)),
         blocks(hwy::AllocateAligned<uint8_t>(kBlocks * bytes)),
-        panel(hwy::AllocateAligned<float>(values)) {
+        panel(hwy::AllocateAligned<float>(values)),
+        codebooks(test::TestCodebooks({1, 1, head_dim})),
+        book(codec.needs_book ? codebooks.book(codec.id, 0, 0, Side::kK) : PqBook()) {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     for (size_t i = 0; i < kBlocks * values; ++i) rows[i] = normal(random);
   }
   std::byte* block(size_t i) { return reinterpret_cast<std::byte*>(blocks.get() + i * bytes); }
-  void Encode(Side side, size_t i) { codec.encode(side, rows.get() + i * values, kPageTokens, head_dim, block(i)); }
+  void Encode(Side side, size_t i) {
+    codec.encode(side, rows.get() + i * values, kPageTokens, head_dim, block(i), &book);
+  }
   void Count(benchmark::State& state) const {
     const auto n = static_cast<double>(state.iterations()) * static_cast<double>(kBlocks * values);
     state.counters["per_value"] = benchmark::Counter(n, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
@@ -71,6 +81,8 @@ struct Blocks {
   hwy::AlignedFreeUniquePtr<float[]> rows;
   hwy::AlignedFreeUniquePtr<uint8_t[]> blocks;
   hwy::AlignedFreeUniquePtr<float[]> panel;
+  PqCodebooks codebooks;
+  PqBook book;
 };
 
 void BM_Encode(benchmark::State& state, const Codec& codec, Side side, int head_dim) {
@@ -86,7 +98,8 @@ void BM_Unpack(benchmark::State& state, const Codec& codec, Side side, int head_
   Blocks blocks(codec, head_dim);
   for (size_t i = 0; i < kBlocks; ++i) blocks.Encode(side, i);
   for (auto _ : state) {
-    for (size_t i = 0; i < kBlocks; ++i) codec.unpack(side, blocks.block(i), head_dim, blocks.panel.get());
+    for (size_t i = 0; i < kBlocks; ++i)
+      codec.unpack(side, blocks.block(i), head_dim, blocks.panel.get(), &blocks.book);
     benchmark::ClobberMemory();
   }
   blocks.Count(state);
@@ -95,9 +108,14 @@ void BM_Unpack(benchmark::State& state, const Codec& codec, Side side, int head_
 void BM_Expand(benchmark::State& state, const Codec& codec, int head_dim) {
   Blocks blocks(codec, head_dim);
   for (size_t i = 0; i < kBlocks; ++i) blocks.Encode(Side::kK, i);
-  const auto out = hwy::AllocateAligned<int8_t>(blocks.values);
+  const auto out = hwy::AllocateAligned<int8_t>(blocks.values + 64);
   for (auto _ : state) {
     for (size_t i = 0; i < kBlocks; ++i) {
+      if (codec.needs_book) {
+        HWY_DYNAMIC_DISPATCH(LookUp)
+        (blocks.book, blocks.blocks.get() + i * blocks.bytes, static_cast<size_t>(head_dim), out.get());
+        continue;
+      }
       HWY_DYNAMIC_DISPATCH(Expand)
       (blocks::RotatedBits(codec.id), blocks.blocks.get() + i * blocks.bytes, blocks.values, out.get());
     }
@@ -128,7 +146,7 @@ void Register() {
         benchmark::RegisterBenchmark(("encode/" + of).c_str(), BM_Encode, codec, side, head_dim);
         benchmark::RegisterBenchmark(("unpack/" + of).c_str(), BM_Unpack, codec, side, head_dim);
       }
-      if (codec.rotated && codec.id <= CodecId::k7) {
+      if (codec.needs_book || (codec.rotated && codec.id <= CodecId::k7)) {
         benchmark::RegisterBenchmark(("expand/" + name + at).c_str(), BM_Expand, codec, head_dim);
       }
     };

@@ -17,6 +17,9 @@
 //   3 … 7       planes of w, in the order of i8         the same              then scale [32 t]
 //                 value = scale * c, c = 2w + 1 - 2^bits: an odd signed byte, so that all widths are i8 once expanded
 //   8           as i8
+//   pq4, pq2    K [D/4][32 t][2 pairs]              V [16][D/2 pairs][2 t]    numbers of centroids, of pair m = channels
+//                 m, D/2 + m: pq4 u8 · pq2 a plane of 4 bits                  then scale [32 t]
+//                 value = scale * centroid, signed bytes: i8 too once looked up
 //   +4          [32 t][D/2] u4 pairs: low nibble = channel j, high nibble = channel D/2+j; then scale [32 t]; K as V
 //                 value = scale * (2w - 15)
 //
@@ -110,9 +113,9 @@ constexpr int I4VShift(int t) {
   return t / 2 % 2 * 4;
 }
 
-// 3 to 8: rows in the rotated frame (codec/frame.h).
+// 3 to 8, pq4, pq2: rows in the rotated frame (codec/frame.h).
 constexpr bool IsRotated(CodecId id) {
-  return (id >= CodecId::k3 && id <= CodecId::kRefine4) || id == CodecId::kLayers;
+  return (id >= CodecId::k3 && id <= CodecId::kPq4) || id == CodecId::kPq2 || id == CodecId::kLayers;
 }
 constexpr int RotatedBits(CodecId id) {  // of k3 … k8, and of the refinement plane
   return id == CodecId::kRefine4 ? 4 : static_cast<int>(id) - static_cast<int>(CodecId::k3) + 3;
@@ -144,6 +147,24 @@ constexpr int Refine4Shift(int c, int head_dim) {
   return c < head_dim / 2 ? 0 : 4;
 }
 
+// pq4, pq2
+constexpr bool IsPq(CodecId id) {
+  return id == CodecId::kPq4 || id == CodecId::kPq2;
+}
+constexpr size_t PqCodes(int head_dim) {  // of a block
+  return 16 * Size(head_dim);
+}
+constexpr size_t PqScaleOffset(int n_centroids, int head_dim) {
+  return PqCodes(head_dim) / (n_centroids == 16 ? 2 : 1);
+}
+constexpr int PqCentroids(CodecId id) {
+  return id == CodecId::kPq2 ? 16 : 256;
+}
+// Of the code of pair m: as i8 would have it in a head of half as many channels.
+constexpr size_t PqCodeIndex(Side side, int t, int m, int head_dim) {
+  return side == Side::kK ? I8KOffset(t, m) : I8VOffset(t, m, head_dim / 2);
+}
+
 constexpr size_t BlockBytes(CodecId id, int head_dim) {
   switch (id) {
     case CodecId::kF16: return F16Bytes(head_dim);
@@ -160,6 +181,8 @@ constexpr size_t BlockBytes(CodecId id, int head_dim) {
     case CodecId::k7:
     case CodecId::k8:
     case CodecId::kRefine4: return RotatedBytes(RotatedBits(id), head_dim);
+    case CodecId::kPq4:
+    case CodecId::kPq2: return PqScaleOffset(PqCentroids(id), head_dim) + 2 * kPageTokens;
     case CodecId::kLayers: break;
   }
   return 0;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "qkv/codec/blocks.h"
+#include "qkv/codec/pq.h"
 #include "qkv/codec/simd.h"
 
 namespace qkv {
@@ -20,34 +21,8 @@ size_t BlockBytes(int head_dim) {
 }
 
 template <CodecId kId>
-void Encode(Side side, const float* rows, int tokens, int head_dim, std::byte* block) {
-  QKV_CHECK(blocks::IsHeadDim(head_dim) && tokens >= 1 && tokens <= kPageTokens);
-  simd::Encode(kId, side, rows, tokens, head_dim, block);
-}
-
-template <CodecId kId>
-void Unpack(Side side, const std::byte* block, int head_dim, float* panel) {
-  QKV_CHECK(blocks::IsHeadDim(head_dim));
-  simd::Unpack(kId, side, block, head_dim, panel);
-}
-
-template <CodecId kId>
-void Decode(Side side, const std::byte* block, int tokens, int head_dim, float* rows) {
-  QKV_CHECK(blocks::IsHeadDim(head_dim) && tokens >= 1 && tokens <= kPageTokens);
-  alignas(64) float panel[kPageTokens * kMaxHeadDim];
-  simd::Unpack(kId, side, block, head_dim, panel);
-  if (side == Side::kV) {
-    std::memcpy(rows, panel, sizeof(float) * blocks::Size(tokens) * blocks::Size(head_dim));
-    return;
-  }
-  for (int t = 0; t < tokens; ++t) {
-    for (int c = 0; c < head_dim; ++c) rows[t * head_dim + c] = panel[c * kPageTokens + t];
-  }
-}
-
-template <CodecId kId>
 constexpr Codec Row(std::string_view name, std::string_view description) {
-  return {kId, name, description, blocks::IsRotated(kId), BlockBytes<kId>, Encode<kId>, Decode<kId>, Unpack<kId>};
+  return {kId, name, description, blocks::IsRotated(kId), blocks::IsPq(kId), BlockBytes<kId>};
 }
 
 constexpr std::array kCodecs = {
@@ -63,7 +38,9 @@ constexpr std::array kCodecs = {
     Row<CodecId::k6>("6", "6 bits, rotated, one scale per token"),
     Row<CodecId::k7>("7", "7 bits, rotated, one scale per token"),
     Row<CodecId::k8>("8", "8 bits, rotated, one scale per token"),
+    Row<CodecId::kPq4>("pq4", "4 bits, rotated, pairs of channels by a learned codebook, one scale per token"),
     Row<CodecId::kI4Channel>("i4-channel", "4 bits, one scale and one minimum per channel of a page's head"),
+    Row<CodecId::kPq2>("pq2", "as pq4, 2 bits"),
 };
 constexpr Codec kRefinement = Row<CodecId::kRefine4>("+4", "4 bits of what a rotated page left over");
 
@@ -132,6 +109,33 @@ Result<CodecPair> ParseSides(std::string_view text) {
 
 }  // namespace
 
+void Codec::encode(Side side, const float* rows, int tokens, int head_dim, std::byte* block, const PqBook* book) const {
+  QKV_CHECK(blocks::IsHeadDim(head_dim) && tokens >= 1 && tokens <= kPageTokens);
+  if (!needs_book) return simd::Encode(id, side, rows, tokens, head_dim, block);
+  QKV_CHECK(book != nullptr);
+  PqEncode(side, rows, tokens, head_dim, *book, block);
+}
+
+void Codec::unpack(Side side, const std::byte* block, int head_dim, float* panel, const PqBook* book) const {
+  QKV_CHECK(blocks::IsHeadDim(head_dim));
+  if (!needs_book) return simd::Unpack(id, side, block, head_dim, panel);
+  QKV_CHECK(book != nullptr);
+  PqUnpack(side, block, head_dim, *book, panel);
+}
+
+void Codec::decode(Side side, const std::byte* block, int tokens, int head_dim, float* rows, const PqBook* book) const {
+  QKV_CHECK(tokens >= 1 && tokens <= kPageTokens);
+  alignas(64) float panel[kPageTokens * kMaxHeadDim];
+  unpack(side, block, head_dim, panel, book);
+  if (side == Side::kV) {
+    std::memcpy(rows, panel, sizeof(float) * blocks::Size(tokens) * blocks::Size(head_dim));
+    return;
+  }
+  for (int t = 0; t < tokens; ++t) {
+    for (int c = 0; c < head_dim; ++c) rows[t * head_dim + c] = panel[c * kPageTokens + t];
+  }
+}
+
 std::span<const Codec> Codecs() {
   return kCodecs;
 }
@@ -157,6 +161,15 @@ double BitsPerValue(const Codec& codec, int head_dim) {
   return 8.0 * static_cast<double>(codec.block_bytes(head_dim)) / (kPageTokens * head_dim);
 }
 
+bool TakesRefinement(CodecPair codecs) {
+  return std::ranges::all_of(std::array{codecs.k, codecs.v},
+                             [](CodecId id) { return id >= CodecId::k3 && id <= CodecId::k8; });
+}
+
+bool NeedsBooks(CodecPair codecs) {
+  return blocks::IsPq(codecs.k) || blocks::IsPq(codecs.v);
+}
+
 std::span<const Preset> Presets() {
   return kPresets;
 }
@@ -170,7 +183,7 @@ Result<CodecPair> ParseCodecPair(std::string_view text) {
     QKV_ASSIGN_OR_RETURN(pair, ParseName(refine ? text.substr(0, text.size() - kRefinementMark.size()) : text));
     pair.refine = refine;
   }
-  if (pair.refine && !(CodecOf(pair.k).rotated && CodecOf(pair.v).rotated)) {
+  if (pair.refine && !TakesRefinement(pair)) {
     return Err(Code::kInvalidArgument, "codec pair '{}': a refinement plane goes with the codecs 3 to 8 only",
                Shown(text));
   }

@@ -19,6 +19,8 @@
 
 namespace qkv {
 
+struct PqBook;  // codec/pq.h
+
 inline constexpr int kPageTokens = 32;  // FORMAT.md §3; a change bumps the segment version
 inline constexpr int kMinHeadDim = 32;  // head_dim is a multiple of 16 in [kMinHeadDim, kMaxHeadDim]
 inline constexpr int kMaxHeadDim = 256;
@@ -44,18 +46,24 @@ enum class CodecId : uint8_t {
   k7 = 11,
   k8 = 12,
   kRefine4 = 13,  // what a page of k3 to k8 left over, in 4 bits, token by token; only beside such a page
-  // 14 and 15 are set aside for product quantization and for two bands of bits.
+
+  // Product quantization (codec/pq.h), rotated as well: pairs of channels as the number of the nearest centroid of a
+  // codebook, one fp16 scale per token.
+  kPq4 = 14,  // 256 centroids, 4 bits per value
+  // 15 is set aside for two bands of bits.
 
   kI4Channel = 16,  // as kI4Z, one fp16 scale and fp16 minimum per channel of the block
+  kPq2 = 17,        // as kPq4, 16 centroids, 2 bits per value
 
   kLayers = 18,  // no codec of a block: each layer has a pair of k3 to k8 of its own (LayerCodecs, segment/layout.h)
 };
 
 struct Codec {
   CodecId id;
-  std::string_view name;         // as in --kv, cards and logs: "f16", "i8", …, "i4-channel", "3" to "8"
+  std::string_view name;         // as in --kv, cards and logs: "f16", "i8", …, "3" to "8", "pq4"
   std::string_view description;  // one line for --help and docs
   bool rotated;                  // the rows that encode takes, and decode and unpack give, are in the rotated frame
+  bool needs_book;               // encode, decode and unpack need the block's codebook; other codecs do not look at it
 
   // Exact bytes of a block of 32 tokens, a multiple of 64. A partial block takes the same room.
   size_t (*block_bytes)(int head_dim);
@@ -63,14 +71,16 @@ struct Codec {
   // rows: [tokens][head_dim] fp32, 1 <= tokens <= 32. Writes block_bytes(head_dim) bytes; the places of absent tokens
   // are zero. With every codec NaN encodes as 0 and values beyond ±65504, the range of fp16, saturate there. `block` is
   // 64-byte aligned.
-  void (*encode)(Side side, const float* rows, int tokens, int head_dim, std::byte* block);
+  void encode(Side side, const float* rows, int tokens, int head_dim, std::byte* block,
+              const PqBook* book = nullptr) const;
 
   // The canonical values of the first `tokens` tokens: rows [tokens][head_dim] fp32.
-  void (*decode)(Side side, const std::byte* block, int tokens, int head_dim, float* rows);
+  void decode(Side side, const std::byte* block, int tokens, int head_dim, float* rows,
+              const PqBook* book = nullptr) const;
 
   // All 32 tokens as fp32 in the order that attention's micro-kernels want; the same values as decode (absent tokens:
   // 0). K: panel [head_dim][32 tokens]; V: panel [32 tokens][head_dim]. `panel` is 64-byte aligned.
-  void (*unpack)(Side side, const std::byte* block, int head_dim, float* panel);
+  void unpack(Side side, const std::byte* block, int head_dim, float* panel, const PqBook* book = nullptr) const;
 };
 
 // All codecs that a context can be kept in (every one but kRefine4), by ascending id; static storage.
@@ -87,12 +97,17 @@ double BitsPerValue(const Codec& codec, int head_dim);
 struct CodecPair {
   CodecId k = CodecId::kF16;
   CodecId v = CodecId::kF16;
-  bool refine = false;  // beside every page a page {kRefine4, kRefine4}; both codecs are rotated ones then
+  bool refine = false;  // beside every page a page {kRefine4, kRefine4}; only if TakesRefinement
   bool operator==(const CodecPair&) const = default;
 };
 
 // Of a page whose layers differ. Always on both sides.
 inline constexpr CodecPair kLayersPair = {CodecId::kLayers, CodecId::kLayers};
+
+// Whether there may be refinement planes beside pages of these codecs: both are of 3 to 8, the same in all layers.
+bool TakesRefinement(CodecPair codecs);
+// Whether one side at least needs codebooks.
+bool NeedsBooks(CodecPair codecs);
 
 // A pair under a name: "exact", "safe", "balanced", "small", "tiny", from the best quality to the fewest bits.
 struct Preset {

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The rotated frame, in which the codecs 3 to 8 work: y = H D (x - mean). D turns the signs of some channels, the same
+// The rotated frame, in which the codecs 3 to 8, pq4 and pq2 work: y = H D (x - mean). D turns the signs of some channels, the same
 // ones in every model, layer and head; H is the normalized Walsh-Hadamard transform of consecutive runs of channels. It
 // spreads outliers over the run, so that one scale serves all channels. Dot products are the same in both frames:
 // q.k = (H D q).y + q.mean. docs/FORMAT.md §3.6.

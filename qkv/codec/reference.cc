@@ -225,6 +225,8 @@ float Value(CodecId id, Side side, const std::byte* block, int t, int c, int hea
     case CodecId::k6:
     case CodecId::k7:
     case CodecId::kRefine4: return DecodeRotated(id, side, block, t, c, head_dim);
+    case CodecId::kPq4:
+    case CodecId::kPq2: break;  // codec/pq.h
     case CodecId::kLayers: break;
   }
   return 0;
@@ -255,6 +257,8 @@ void Encode(CodecId id, Side side, const float* rows, int tokens, int head_dim, 
     case CodecId::k6:
     case CodecId::k7:
     case CodecId::kRefine4: EncodeRotated(id, side, rows, tokens, head_dim, block); break;
+    case CodecId::kPq4:
+    case CodecId::kPq2: break;
     case CodecId::kLayers: break;
   }
 }

@@ -398,6 +398,8 @@ void EncodeBlock(CodecId id, Side side, const float* rows, int tokens, int head_
     case CodecId::k6:
     case CodecId::k7:
     case CodecId::kRefine4: EncodeRotated(id, side, rows, tokens, head_dim, to); break;
+    case CodecId::kPq4:
+    case CodecId::kPq2: break;  // codec/pq.h
     case CodecId::kLayers: break;
   }
 }
@@ -419,6 +421,8 @@ void UnpackBlock(CodecId id, Side side, const std::byte* block, int head_dim, fl
     case CodecId::k6:
     case CodecId::k7:
     case CodecId::kRefine4: UnpackRotated(id, side, from, head_dim, panel); break;
+    case CodecId::kPq4:
+    case CodecId::kPq2: break;
     case CodecId::kLayers: break;
   }
 }

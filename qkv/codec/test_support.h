@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// For tests only: a block's memory, halves by their definition, and random numbers.
+// For tests and benches only: a block's memory, halves by their definition, codebooks, and random numbers.
 
 #include <algorithm>
 #include <cmath>
@@ -13,8 +13,10 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <vector>
 
 #include "qkv/codec/codec.h"
+#include "qkv/codec/pq.h"
 
 namespace qkv::test {
 
@@ -64,6 +66,24 @@ struct Block {
 
 inline float Gaussian(std::mt19937_64& random) {
   return std::normal_distribution<float>()(random);
+}
+
+// Codebooks for Gaussian rows, every one with its centroids in another order.
+inline PqCodebooks TestCodebooks(const PqShape& shape, const std::array<uint8_t, 16>& model_digest = {}) {
+  static const auto trained = [] {
+    std::mt19937_64 random(9);
+    std::vector<float> points(2 * 16384);
+    for (float& x : points) x = Gaussian(random);
+    return std::array{TrainPq(points, 256).value(), TrainPq(points, 16).value()};
+  }();
+  std::vector<int8_t> all;
+  for (size_t book = 0; book < 2 * shape.n_heads(); ++book) {
+    for (const std::vector<int8_t>& centroids : trained) {
+      const size_t n = centroids.size() / 2;
+      for (size_t i = 0; i < 2 * n; ++i) all.push_back(centroids[i / n * n + (i + 7 * book) % n]);
+    }
+  }
+  return PqCodebooks::Make(shape, model_digest, std::move(all)).value();
 }
 
 inline uint64_t Seed() {
