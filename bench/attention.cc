@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "qkv/attention/attention.h"
+#include "qkv/codec/test_support.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "bench/attention.cc"
@@ -92,7 +93,10 @@ constexpr Shape k7b{{4, 32, 128}, {32, 32, 128, 0.088388346f}, 32, 2.4f};
 // addresses do not.
 class Context {
  public:
-  Context(const Shape& shape, CodecPair codecs) : layout(shape.geometry, codecs), geometry_(shape.geometry) {
+  Context(const Shape& shape, CodecPair codecs)
+      : layout(shape.geometry, codecs),
+        geometry_(shape.geometry),
+        codebooks_(test::TestCodebooks({geometry_.n_layers, geometry_.n_kv_heads, geometry_.head_dim})) {
     constants_.resize(ConstantOffset(geometry_, geometry_.n_layers, 0, Constant::kMeanK));
     bytes_ = Pages(codecs, layout);
     if (codecs.refine) {
@@ -104,6 +108,7 @@ class Context {
       PageRef ref{bytes_.get() + page * layout.bytes, codecs, kPageTokens};
       if (rotated) ref.constants = constants_.data();
       ref.exact_first = rotated && page == 0;
+      ref.codebooks = &codebooks_;
       if (codecs.refine) {
         ref.refinement = refinement_.get() + page * PageLayout(geometry_, {CodecId::kRefine4, CodecId::kRefine4}).bytes;
       }
@@ -131,8 +136,9 @@ class Context {
       for (int head = 0; head < geometry_.n_kv_heads; ++head) {
         for (Side side : {Side::kK, Side::kV}) {
           for (float& value : rows) value = normal(random) * (codecs.k == CodecId::kRefine4 ? 0.1f : 1.0f);
-          CodecOf(side == Side::kK ? codecs.k : codecs.v)
-              .encode(side, rows.data(), kPageTokens, geometry_.head_dim, to + of.BlockOffset(side, 0, head));
+          const Codec& codec = CodecOf(side == Side::kK ? codecs.k : codecs.v);
+          const PqBook book = codec.needs_book ? codebooks_.book(codec.id, 0, head, side) : PqBook();
+          codec.encode(side, rows.data(), kPageTokens, geometry_.head_dim, to + of.BlockOffset(side, 0, head), &book);
         }
       }
       for (size_t layer = 1; layer < static_cast<size_t>(geometry_.n_layers); ++layer) {
@@ -143,6 +149,7 @@ class Context {
   }
 
   Geometry geometry_;
+  PqCodebooks codebooks_;
   std::vector<std::byte> constants_;
   hwy::AlignedFreeUniquePtr<std::byte[]> bytes_, refinement_;
 };
@@ -234,6 +241,8 @@ void Register() {
                              {k5, k5},
                              {k4, k4},
                              {k3, k3},
+                             {kPq4, kPq4},
+                             {kPq2, kPq2},
                              {k4, k4, /*refine=*/true},
                              {k4, k3, /*refine=*/true}};
   const auto add = [&](const char* name, const Shape& shape, int n_queries, int n_layers) {

@@ -28,6 +28,7 @@
 #if HWY_TARGET != HWY_SCALAR
 #include "qkv/attention/bytes-inl.h"
 #include "qkv/codec/planes-inl.h"
+#include "qkv/codec/pq-inl.h"
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -167,7 +168,7 @@ class ItemRun {
       ScoresOfCodes(pages, slot);
       PrefetchScales(Side::kK, pages);
     } else {
-      CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel);
+      CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel, &page.k_book);
       PanelScores(x_.k_panel, Ahead(), slot);
       if (blocks::IsRotated(page.codecs.k)) AddMeans(slot);
     }
@@ -210,7 +211,8 @@ class ItemRun {
       for (; slot < end && !RunsOnCodes(pages[slot].codecs.v) && blocks::IsRotated(pages[slot].codecs.v) == rotated;
            ++slot) {
         CodecOf(pages[slot].codecs.v)
-            .unpack(Side::kV, pages[slot].v, plan_.shape.head_dim, x_.v_panel + (slot - first) * kPageTokens * dim_);
+            .unpack(Side::kV, pages[slot].v, plan_.shape.head_dim, x_.v_panel + (slot - first) * kPageTokens * dim_,
+                    &pages[slot].v_book);
       }
       PanelValues(x_.v_panel, Ahead(), first, (slot - first) * kPageTokens, keep);
       for (size_t i = first; i < slot && rotated; ++i) {
@@ -368,6 +370,8 @@ class ItemRun {
       case CodecId::kI8Tensor: return blocks::I8ScaleOffset(plan_.shape.head_dim);
       case CodecId::kI4:
       case CodecId::kI4Z: return blocks::I4ScaleOffset(plan_.shape.head_dim);
+      case CodecId::kPq4:
+      case CodecId::kPq2: return blocks::PqScaleOffset(blocks::PqCentroids(codec), plan_.shape.head_dim);
       default: return blocks::RotatedScaleOffset(blocks::RotatedBits(codec), plan_.shape.head_dim);
     }
   }
@@ -392,17 +396,20 @@ class ItemRun {
     const auto at = reinterpret_cast<uintptr_t>(x_.expanded);
     return {reinterpret_cast<const std::byte*>(x_.expanded), {at, at}};
   }
-  HWY_NOINLINE void ExpandBlock(int bits, const std::byte* block, Ahead ahead) const {
-    const size_t n_codes = kPageTokens * dim_;
-    for (size_t i = 0; i < n_codes * static_cast<size_t>(bits) / 8; i += 64) Prefetch<64>(ahead + i);
-    planes::HWY_NAMESPACE::ExpandPlanes(bits, reinterpret_cast<const uint8_t*>(block), n_codes, x_.expanded);
+  // `book`: of codecs with codebooks.
+  HWY_NOINLINE void ExpandBlock(CodecId codec, Side side, const std::byte* block, const PqBook& book,
+                                Ahead ahead) const {
+    for (size_t i = 0; i < ScaleOffset(codec); i += 64) Prefetch<64>(ahead + i);
+    const auto* codes = reinterpret_cast<const uint8_t*>(block);
+    if (blocks::IsPq(codec)) return pq::HWY_NAMESPACE::ExpandPq(book, side, codes, dim_, x_.expanded);
+    planes::HWY_NAMESPACE::ExpandPlanes(blocks::RotatedBits(codec), codes, kPageTokens * dim_, x_.expanded);
   }
   Codes CodesOf(std::span<const PageBlocks> pages, Side side) const {
     const std::byte* block = side == Side::kK ? pages.front().k : pages.front().v;
     const CodecId codec = side == Side::kK ? pages.front().codecs.k : pages.front().codecs.v;
     const Ahead ahead = AheadOf(pages, side);
     if (!blocks::IsRotated(codec) || codec == CodecId::k8) return {block, ahead};
-    ExpandBlock(blocks::RotatedBits(codec), block, ahead);
+    ExpandBlock(codec, side, block, side == Side::kK ? pages.front().k_book : pages.front().v_book, ahead);
     return ExpandedCodes();
   }
 

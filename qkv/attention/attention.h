@@ -12,7 +12,7 @@
 // Relocation: a page may be used at another position than the one it was encoded at. RoPE is relative, so its keys stay as
 // they are and the queries are turned back by the offset instead, once per run of pages with one offset (DESIGN §6).
 //
-// Frames: pages of the codecs 3 to 8 hold their rows rotated (codec/frame.h). Queries are rotated to meet such keys, and
+// Frames: pages of the codecs 3 to 8, pq4 and pq2 hold their rows rotated (codec/frame.h). Queries are rotated to meet such keys, and
 // outputs are kept in the frame of the values being read; both turn once per run of pages with one frame.
 //
 // Refinement (progressive pages): where a page has a refinement plane, a token whose score comes close to the largest so
@@ -27,6 +27,7 @@
 #include <span>
 #include <vector>
 
+#include "qkv/codec/pq.h"
 #include "qkv/segment/layout.h"
 
 namespace qkv {
@@ -59,6 +60,8 @@ struct PageRef {
   // ones then.
   const std::byte* refinement = nullptr;
   const LayerCodecs* layers = nullptr;  // of kLayersPair, of this geometry; such a page has no refinement plane
+  // Of a page with a side in pq4 or pq2: the codebooks that it was encoded with.
+  const PqCodebooks* codebooks = nullptr;
 };
 
 // Of a vector in PageRef::constants.

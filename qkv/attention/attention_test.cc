@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -25,6 +26,7 @@
 #include "qkv/attention/scratch.h"
 #include "qkv/codec/frame.h"
 #include "qkv/codec/half.h"
+#include "qkv/codec/test_support.h"
 
 namespace qkv {
 namespace {
@@ -39,7 +41,7 @@ constexpr double kCodesTolerance = 1e-3;
 
 constexpr std::array kAllCodecs = {CodecId::kF16, CodecId::kI8, CodecId::kI8Channel, CodecId::kI8Tensor, CodecId::kI4,
                                    CodecId::kI4Z, CodecId::k3,  CodecId::k4,         CodecId::k5,        CodecId::k6,
-                                   CodecId::k7,   CodecId::k8,  CodecId::kI4Channel};
+                                   CodecId::k7,   CodecId::k8,  CodecId::kI4Channel, CodecId::kPq4,      CodecId::kPq2};
 constexpr std::array kRotatedCodecs = {CodecId::k3, CodecId::k4, CodecId::k5, CodecId::k6, CodecId::k7, CodecId::k8};
 
 struct PageSpec {
@@ -53,7 +55,11 @@ struct PageSpec {
 class Context {
  public:
   Context(const Geometry& geometry, const std::vector<PageSpec>& specs, uint32_t seed, float spread = 1)
-      : geometry_(geometry), random_(seed), spread_(spread) {
+      : geometry_(geometry),
+        random_(seed),
+        spread_(spread),
+        codebooks_(std::make_shared<const PqCodebooks>(
+            test::TestCodebooks({geometry.n_layers, geometry.n_kv_heads, geometry.head_dim}))) {
     for (const PageSpec& spec : specs) {
       const size_t set = static_cast<size_t>(spec.constants);
       while (constants_.size() <= set) constants_.push_back(RandomConstants());
@@ -71,6 +77,7 @@ class Context {
       if (rotated) ref.constants = reinterpret_cast<const std::byte*>(constants_[set].data());
       ref.exact_first = rotated && spec.starts;
       ref.refinement = refinement;
+      ref.codebooks = codebooks_.get();
       pages_.push_back(ref);
     }
   }
@@ -122,7 +129,8 @@ class Context {
       ToRotated(rows.data(), spec.tokens, geometry_.head_dim, side == Side::kK ? mean.data() : nullptr, rows.data());
       if (spec.starts) std::fill_n(rows.data(), dim, 0.0f);
     }
-    codec.encode(side, rows.data(), spec.tokens, geometry_.head_dim, block);
+    const PqBook book = codec.needs_book ? codebooks_->book(codec.id, layer, head, side) : PqBook();
+    codec.encode(side, rows.data(), spec.tokens, geometry_.head_dim, block, &book);
     if (refinement == nullptr) return;
     std::vector<float> coarse(n);
     codec.decode(side, block, spec.tokens, geometry_.head_dim, coarse.data());
@@ -136,6 +144,7 @@ class Context {
   std::mt19937 random_;
   std::normal_distribution<float> normal_;
   float spread_;
+  std::shared_ptr<const PqCodebooks> codebooks_;
   std::vector<hwy::AlignedFreeUniquePtr<std::byte[]>> storage_;
   std::vector<std::vector<uint16_t>> constants_;
   std::vector<PageRef> pages_;
@@ -637,7 +646,7 @@ TEST_P(Attention, SurvivesBytesThatNoWriterMakesAndSpoilsOnlyTheirHead) {
   for (CodecId codec : kAllCodecs) {
     for (int n_queries : {1, 30}) {
       SCOPED_TRACE(CodecOf(codec).name);
-      Context context(geometry, PagesOf(100, {codec, codec, CodecOf(codec).rotated}), 61);
+      Context context(geometry, PagesOf(100, {codec, codec, TakesRefinement({codec, codec})}), 61);
       const AttentionShape shape = ShapeOf(geometry, 3);
       const std::vector<float> q = RandomQueries(shape, n_queries, 62);
       const AttentionPlan plan(shape, n_queries, context.pages(), nullptr, /*refine_threshold=*/3);

@@ -25,6 +25,7 @@ struct PageBlocks {
   const std::byte* constants = nullptr;  // three vectors of [head_dim] halves, as Constant counts them
   const std::byte* k_refinement = nullptr;
   const std::byte* v_refinement = nullptr;
+  PqBook k_book, v_book;  // of pq4 and pq2
 };
 
 // What queries must be turned into to meet a page's keys.
@@ -78,6 +79,12 @@ class PageWalk {
     if (page.refinement != nullptr) {
       result.k_refinement = page.refinement + refinement_layout_.BlockOffset(Side::kK, layer_, item_.kv_head);
       result.v_refinement = page.refinement + refinement_layout_.BlockOffset(Side::kV, layer_, item_.kv_head);
+    }
+    if (blocks::IsPq(page.codecs.k)) {
+      result.k_book = page.codebooks->book(page.codecs.k, layer_, item_.kv_head, Side::kK);
+    }
+    if (blocks::IsPq(page.codecs.v)) {
+      result.v_book = page.codebooks->book(page.codecs.v, layer_, item_.kv_head, Side::kV);
     }
     return result;
   }

@@ -32,9 +32,9 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, int n_queries, std::sp
     QKV_CHECK(page.tokens >= 1 && page.tokens <= kPageTokens);
     n_keys += page.tokens;
     QKV_CHECK(!page.exact_first || page.constants != nullptr);
-    QKV_CHECK(page.refinement == nullptr || (blocks::IsRotated(page.codecs.k) && blocks::IsRotated(page.codecs.v)));
+    QKV_CHECK(page.refinement == nullptr || TakesRefinement(page.codecs));
     QKV_CHECK((page.codecs == kLayersPair) == (page.layers != nullptr));
-    QKV_CHECK(page.refinement == nullptr || page.layers == nullptr);
+    QKV_CHECK(!NeedsBooks(page.codecs) || page.codebooks != nullptr);
     if (page.position_offset != 0) AddTurn(page.position_offset, rope);
   }
   QKV_CHECK(n_queries >= 1 && n_queries <= n_keys);

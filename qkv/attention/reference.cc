@@ -41,8 +41,9 @@ std::vector<float> DecodePage(const PageRef& page, const Geometry& geometry, int
   const PageLayout blocks_of(geometry, page.codecs, page.layers);
   const CodecId codec = side == Side::kK ? blocks_of.CodecsOf(layer).k : blocks_of.CodecsOf(layer).v;
   std::vector<float> rows(static_cast<size_t>(page.tokens) * dim);
+  const PqBook book = blocks::IsPq(codec) ? page.codebooks->book(codec, layer, kv_head, side) : PqBook();
   CodecOf(codec).decode(side, page.data + blocks_of.BlockOffset(side, layer, kv_head), page.tokens, geometry.head_dim,
-                        rows.data());
+                        rows.data(), &book);
   if (!blocks::IsRotated(codec)) return rows;
   if (refined && page.refinement != nullptr) {
     std::vector<float> residual(rows.size());
