@@ -262,6 +262,8 @@ TEST_F(EvalProgram, WhatCannotBeMeasuredIsSaid) {
   refused({"eval", "-m", model_, "--text", text_, "--kv", "i3"}, "i3");
   refused({"eval", "-m", model_, "--text", text_, "--kv", "like:q3_k"}, "like:q3_k");
   refused({"eval", "-m", model_, "--text", text_, "--protocol", "gsm8k"}, "not a file of questions");
+  refused({"eval", "-m", model_, "--text", text_, "--kv", "pq4"}, "make some with: qkvshare calibrate --codebooks");
+  refused({"generate", "-m", model_, "-p", "x", "--kv", "pq2"}, "make some with: qkvshare calibrate --codebooks");
 }
 
 TEST_F(EvalProgram, CalibrateWritesOneFileOrNothing) {
@@ -269,14 +271,23 @@ TEST_F(EvalProgram, CalibrateWritesOneFileOrNothing) {
   ASSERT_EQ(made.status, 0) << made.errors;
   EXPECT_THAT(made.output, HasSubstr(".qkvbal"));
   EXPECT_EQ(Files(), 3u);
+  const Ran learned = Run({"calibrate", "-m", model_, "--text", text_, "-t", "1", "--codebooks"});
+  ASSERT_EQ(learned.status, 0) << learned.errors;
+  EXPECT_THAT(learned.output, HasSubstr(".qkvpq"));
+  EXPECT_EQ(Files(), 4u);
+  const Json json = Parsed(Eval({"--kv", "pq4", "--kv", "k=pq4,v=pq2", "--kv", "tokens:random/20/8/pq2", "--json"}));
+  EXPECT_EQ(json["results"][0]["bits_per_value"], 4.5);  // a head of 32 channels: 4 bits and half a bit of scale
+  EXPECT_EQ(json["results"][1]["bits_per_value"], 3.5);
   const auto refused = [&](const std::string& name, const std::string& text, const char* why) {
     std::ofstream(dir_.path() + "/" + name, std::ios::binary) << text;
-    const std::string out = dir_.path() + "/out.qkvbal";
-    const Ran ran = Run({"calibrate", "-m", model_, "--text", dir_.path() + "/" + name, "-o", out});
-    EXPECT_EQ(ran.status, 2);
-    EXPECT_THAT(ran.errors, HasSubstr(why));
+    for (const char* what : {"--threads=1", "--codebooks"}) {
+      const std::string out = dir_.path() + "/out";
+      const Ran ran = Run({"calibrate", "-m", model_, "--text", dir_.path() + "/" + name, "-o", out, what});
+      EXPECT_EQ(ran.status, 2);
+      EXPECT_THAT(ran.errors, HasSubstr(why));
+    }
     std::filesystem::remove(dir_.path() + "/" + name);
-    EXPECT_EQ(Files(), 3u) << name;
+    EXPECT_EQ(Files(), 4u) << name;
   };
   refused("empty", "", "is empty");
   refused("short", "a b", "at least 129 are needed");

@@ -440,12 +440,25 @@ const std::vector<IdentityChange>& IdentityChanges() {
       {"adapters[0].scale", [](ModelIdentity& m) { m.mutable_adapters(0)->set_scale(0.25f); }},
       {"norm_eps", [](ModelIdentity& m) { m.set_norm_eps(1e-6f); }},
       {"calibration_digest", [](ModelIdentity& m) { m.set_calibration_digest(std::string(32, 'c')); }},
+      {"codebooks_digest", [](ModelIdentity& m) { m.set_codebooks_digest(std::string(32, 'c')); }},
   };
   return *changes;
 }
 
+TEST(Identity, AReaderMayHaveCodebooksThatTheContextDoesNotNeed) {
+  CacheCard card = ExampleCard();
+  ModelIdentity reader = card.model();
+  reader.set_codebooks_digest(std::string(32, 'a'));
+  EXPECT_TRUE(CompareIdentity(card.model(), reader).empty());
+  EXPECT_TRUE(CheckCompatible(card, reader));
+  const auto mismatches = CompareIdentity(reader, card.model());
+  ASSERT_EQ(mismatches.size(), 1u);
+  EXPECT_EQ(mismatches[0].field, "codebooks_digest");
+}
+
 TEST(Identity, EveryFieldChangedAloneIsReportedByNameAndReason) {
-  const CacheCard card = ExampleCard();
+  CacheCard card = ExampleCard();
+  card.mutable_model()->set_codebooks_digest(std::string(32, 'a'));
   EXPECT_TRUE(CompareIdentity(card.model(), card.model()).empty());
   EXPECT_TRUE(CheckCompatible(card, card.model()));
   for (const IdentityChange& change : IdentityChanges()) {

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// calibrate: learns the matrices of `bal` for a model on a text, or how sensitive its layers are, and keeps that beside the
-// model.
+// calibrate: learns the matrices of `bal` for a model on a text, the codebooks of pq4 and pq2, or how sensitive its layers
+// are, and keeps that beside the model.
 
 #include <memory>
 
@@ -13,6 +13,7 @@
 #include "qkv/cli/progress.h"
 #include "qkv/cli/temp_dir.h"
 #include "qkv/engine/calibration.h"
+#include "qkv/engine/codebooks.h"
 #include "qkv/engine/layer_sensitivity.h"
 #include "qkv/engine/peer.h"
 
@@ -23,6 +24,7 @@ struct Options {
   ModelOptions model;
   std::string text;
   std::string output;
+  bool codebooks = false;
   bool layers = false;
   int tokens = 0;  // 0: as below
   int stretch = 0;
@@ -80,6 +82,7 @@ Status Run(const Options& options) {
   }
   QKV_ASSIGN_OR_RETURN(const auto model, LoadModel(options.model));
   const std::string path = !options.output.empty() ? options.output
+                           : options.codebooks     ? CodebooksPath(*model)
                            : options.layers        ? LayerSensitivityPath(*model)
                                                    : Calibration::PathFor(*model);
   QKV_RETURN_IF_ERROR(CheckOutputFile(path, options.output.empty() ? "calibrate" : "--output"));
@@ -98,11 +101,19 @@ Status Run(const Options& options) {
   }
   tokens.resize(std::min<size_t>(tokens.size(), static_cast<size_t>(options.n_tokens())));
   if (options.layers) return RunLayers(options, *model, tokens, path);
-  Progress progress("calibrating");
+  Progress progress(options.codebooks ? "learning" : "calibrating");
+  const auto on_progress = [&](size_t done, size_t total) { progress.Update(done, total); };
   const int stretch = std::min(options.n_stretch(), model->params().n_ctx_train);
+  if (options.codebooks) {
+    QKV_ASSIGN_OR_RETURN(const PqCodebooks codebooks,
+                         LearnCodebooks(model, tokens, stretch, ThreadsOf(options.model), on_progress));
+    QKV_RETURN_IF_ERROR(WriteCodebooks(codebooks, path));
+    fmt::print("{}: {} tokens, {} layers x {} heads, codebooks {}\n", path, tokens.size(), codebooks.shape().n_layers,
+               codebooks.shape().n_kv_heads, codebooks.digest());
+    return {};
+  }
   QKV_ASSIGN_OR_RETURN(const Calibration calibration,
-                       Calibrate(model, tokens, stretch, ThreadsOf(options.model),
-                                 [&](size_t done, size_t total) { progress.Update(done, total); }));
+                       Calibrate(model, tokens, stretch, ThreadsOf(options.model), on_progress));
   QKV_RETURN_IF_ERROR(calibration.Write(*model, path));
   fmt::print("{}: {} tokens, {} layers x {} heads\n", path, tokens.size(), calibration.geometry().n_layers,
              calibration.geometry().n_kv_heads);
@@ -115,7 +126,8 @@ void AddCalibrate(CLI::App& app, int& status) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(
       "calibrate",
-      "learn, on a text, which directions of a model's keys matter to its queries, or which of its layers");
+      "learn, on a text, which directions of a model's keys matter to its queries (--bal), codebooks for its keys and "
+      "values (--kv pq4), or which of its layers matter (--kv layers:BITS)");
   command
       ->add_option(
           "-m,--model", options->model.model,
@@ -130,13 +142,17 @@ void AddCalibrate(CLI::App& app, int& status) {
   command
       ->add_option("--stretch", options->stretch, "tokens that are read in one go (default: 1024; with --layers 512)")
       ->check(CLI::Range(2, 1 << 20));
-  command->add_flag(
-      "--layers", options->layers,
-      "instead: measure what coarse keys or values of each layer do to the model's answers, for --kv "
-      "layers:BITS; takes two short runs per layer and stretch, and 4 bytes of temporary disk per weight");
+  auto* codebooks =
+      command->add_flag("--codebooks", options->codebooks, "instead: learn the codebooks of the codecs pq4 and pq2");
+  command
+      ->add_flag("--layers", options->layers,
+                 "instead: measure what coarse keys or values of each layer do to the model's answers, for --kv "
+                 "layers:BITS; takes two short runs per layer and stretch, and 4 bytes of temporary disk per weight")
+      ->excludes(codebooks);
   command->add_option("-t,--threads", options->model.n_threads, "threads (default: all cores)")
       ->check(CLI::Range(1, 512));
-  command->footer("Example: qkvshare calibrate --text notes.txt");
+  command->footer(
+      "Examples: qkvshare calibrate --text notes.txt\n          qkvshare calibrate --text notes.txt --codebooks");
   command->callback([options, &status] {
     const Status done = Run(*options);
     status = done ? 0 : Fail(done.error());

@@ -21,6 +21,7 @@
 #include "qkv/cli/progress.h"
 #include "qkv/cli/temp_dir.h"
 #include "qkv/engine/calibration.h"
+#include "qkv/engine/codebooks.h"
 #include "qkv/engine/layer_sensitivity.h"
 #include "qkv/engine/quality_codecs.h"
 #include "qkv/engine/quality_probe.h"
@@ -46,6 +47,7 @@ struct Options {
   std::string peer = "none";
   std::string resume;
   std::string calibration;  // empty: beside the model
+  std::string codebooks;    // the same
   std::string layers;       // sensitivities; empty: beside the model
   EvalShape shape;
   std::vector<std::string> arms;
@@ -63,12 +65,18 @@ struct Column {
   enum class Kind { kOurs, kPeer, kNoise };
   Kind kind = Kind::kOurs;
   std::string name;
-  std::string key;  // in the log: the name, and the calibration's digest
+  std::string key;  // in the log: the name, and the digests of calibration and codebooks
   ProbeCodec codec;
   bool balanced = false;
   std::optional<double> layer_bits;
   std::string peer_type;
   double known_bits = 0;  // of codecs that are not ours
+
+  bool NeedsCodebooks() const {
+    const auto& groups = codec.groups;
+    return NeedsBooks(codec.kv.pair) ||
+           (groups && (NeedsBooks(groups->high) || (groups->low && NeedsBooks(*groups->low))));
+  }
 };
 
 class Evaluation {
@@ -157,13 +165,18 @@ class Evaluation {
   Status LoadModels() {
     QKV_ASSIGN_OR_RETURN(std::string path, FindModel(options_.model));
     TempDir temporary;
-    // Errors about what was given, not about a copy of it; and the calibration is the given one's.
+    // Errors about what was given, not about a copy of it; and calibration and codebooks are the given one's.
     QKV_ASSIGN_OR_RETURN(model_, Model::Load(path));
     if (std::ranges::any_of(columns_, &Column::balanced)) {
       QKV_ASSIGN_OR_RETURN(Calibration calibration,
                            Calibration::Read(*model_, options_.calibration.empty() ? Calibration::PathFor(*model_)
                                                                                    : options_.calibration));
       calibration_ = std::make_shared<const Calibration>(std::move(calibration));
+    }
+    std::shared_ptr<const PqCodebooks> codebooks;
+    if (std::ranges::any_of(columns_, &Column::NeedsCodebooks)) {
+      QKV_ASSIGN_OR_RETURN(
+          codebooks, ReadCodebooks(*model_, options_.codebooks.empty() ? CodebooksPath(*model_) : options_.codebooks));
     }
     QKV_RETURN_IF_ERROR(ChooseLayers());
     if (options_.weights == "f32") {
@@ -187,6 +200,10 @@ class Evaluation {
       if (column.balanced) {
         column.codec.calibration = calibration_;
         column.key += "@" + calibration_->digest_text();
+      }
+      if (column.NeedsCodebooks()) {
+        column.codec.codebooks = codebooks;
+        column.key += "@" + codebooks->digest();
       }
       if (!column.name.starts_with(kLike)) continue;
       column.codec.transform = LikeGgml(column.name.substr(std::size(kLike) - 1), model_->params().head_dim);
@@ -606,6 +623,10 @@ void AddEval(CLI::App& app, int& status) {
   command
       ->add_option("--layers", options->layers,
                    "for layers: the file that 'calibrate --layers' made (default: beside the model)")
+      ->type_name("FILE");
+  command
+      ->add_option("--codebooks", options->codebooks,
+                   "for pq4 and pq2: the file that 'calibrate --codebooks' made (default: beside the model)")
       ->type_name("FILE");
   command
       ->add_option(

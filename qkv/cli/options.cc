@@ -63,8 +63,9 @@ void ModelOptions::AddTo(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 16));
   auto* kv_option = app.add_option("--kv", kv,
                                    "codec of the KV pages: a preset (exact, safe, balanced, small, tiny), one name or "
-                                   "width, or k=NAME,v=NAME; +4 behind it adds a refinement plane; layers:BITS, for "
-                                   "each layer its own width, BITS per value in all (after 'calibrate --layers')")
+                                   "width, or k=NAME,v=NAME; +4 behind it adds a refinement plane; pq4 and pq2 need "
+                                   "what 'calibrate --codebooks' learns; layers:BITS, for each layer its own width, "
+                                   "BITS per value in all (after 'calibrate --layers')")
                         ->capture_default_str()
                         ->type_name("CODEC");
   app.add_option(

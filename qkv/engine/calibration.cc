@@ -16,6 +16,7 @@
 
 #include "qkv/base/fd.h"
 #include "qkv/codec/half.h"
+#include "qkv/engine/whole_file.h"
 
 namespace qkv {
 namespace {
@@ -50,17 +51,6 @@ std::array<uint8_t, 16> DigestOf(std::span<const uint16_t> halves) {
 
 size_t CountOf(const Geometry& g) {
   return size_t{1} * g.n_layers * g.n_kv_heads * g.head_dim * g.head_dim;
-}
-
-Status WriteAll(int fd, const void* data, size_t bytes, const std::string& path) {
-  const auto* at = static_cast<const std::byte*>(data);
-  for (size_t done = 0; done < bytes;) {
-    const ssize_t n = ::write(fd, at + done, bytes - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return ErrnoError(fmt::format("'{}'", path));
-    done += static_cast<size_t>(n);
-  }
-  return {};
 }
 
 }  // namespace
@@ -185,17 +175,7 @@ Status Calibration::Write(const Model& model, const std::string& path) const {
   header.head_dim = static_cast<uint32_t>(geometry_.head_dim);
   header.model_digest = model.weights_digest();
   header.digest = digest_;
-  const std::string part = fmt::format("{}.{}.part", path, ::getpid());
-  (void)::unlink(part.c_str());  // of a process of our number that was killed
-  const Fd fd(::open(part.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644));
-  if (!fd.valid()) return ErrnoError(fmt::format("'{}'", path));
-  Status written = WriteAll(fd.get(), &header, sizeof header, path);
-  if (written) written = WriteAll(fd.get(), halves_.data(), halves_.size() * sizeof(uint16_t), path);
-  if (written && (::fsync(fd.get()) != 0 || ::rename(part.c_str(), path.c_str()) != 0)) {
-    written = ErrnoError(fmt::format("'{}'", path));
-  }
-  if (!written) (void)::unlink(part.c_str());
-  return written;
+  return WriteWholeFile(path, {std::as_bytes(std::span(&header, 1)), std::as_bytes(std::span(halves_))});
 }
 
 Result<Calibration> Calibration::Read(const Model& model, const std::string& path) {

@@ -38,8 +38,8 @@ Status AddRefinement(const Context& context, const ::qkvshare::v1::Span& span, S
   for (size_t i = 0; fits && i < out.n_pages; ++i) {
     const CodecPair base = out.segment->codecs(out.first_page + i);
     const PageEntry &page = out.segment->pages()[out.first_page + i], &beside = refinement->pages()[first + i];
-    fits = refinement->codecs(first + i) == kRefinementCodecs && base != kLayersPair && CodecOf(base.k).rotated &&
-           CodecOf(base.v).rotated && beside.tokens == page.tokens && beside.first_position == page.first_position;
+    fits = refinement->codecs(first + i) == kRefinementCodecs && TakesRefinement(base) &&
+           beside.tokens == page.tokens && beside.first_position == page.first_position;
   }
   if (!fits) return mismatch("does not match its refinement pages");
   out.refinement = refinement;
@@ -49,6 +49,13 @@ Status AddRefinement(const Context& context, const ::qkvshare::v1::Span& span, S
 
 bool HasRotatedPage(const Segment& segment) {
   return segment.header().rotation_seed != 0;
+}
+
+bool UsesCodebooks(const Segment& segment, size_t first_page, size_t n_pages) {
+  for (size_t i = 0; i < n_pages; ++i) {
+    if (NeedsBooks(segment.codecs(first_page + i))) return true;
+  }
+  return false;
 }
 
 std::string CpuFeatures() {
@@ -110,6 +117,10 @@ Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& mo
       return Err(Code::kCorrupt, Reason::kChecksum, "a span of context '{}' does not match the pages of its segment",
                  card.id());
     }
+    if (card.model().codebooks_digest().empty() && UsesCodebooks(*segment, span.first_page(), span.n_pages())) {
+      return Err(Code::kCorrupt, Reason::kChecksum, "context '{}' has pages that need codebooks, its card names none",
+                 card.id());
+    }
     spans.push_back({segment, span.first_page(), span.n_pages(), static_cast<int>(span.n_tokens()),
                      static_cast<int>(span.position_offset()), span.hide_first()});
     QKV_RETURN_IF_ERROR(AddRefinement(context, span, spans.back()));
@@ -137,6 +148,10 @@ Context DescribeContext(const std::vector<SegmentSpan>& spans, const ModelIdenti
   card.mutable_producer()->set_program("qkvshare");
   card.mutable_producer()->set_agent(info.agent);
   *card.mutable_model() = identity;
+  if (std::ranges::none_of(
+          spans, [](const SegmentSpan& span) { return UsesCodebooks(*span.segment, span.first_page, span.n_pages); })) {
+    card.mutable_model()->clear_codebooks_digest();
+  }
   auto* format = card.mutable_format();
   format->set_segment_version(kSegmentVersion);
   format->set_page_tokens(kPageTokens);

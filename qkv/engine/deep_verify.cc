@@ -83,7 +83,7 @@ Result<Limits> MeasureLimits(const std::shared_ptr<const Model>& model, std::spa
   in_pieces->KeepAllLogits(true);
   QKV_RETURN_IF_ERROR(in_pieces->Forward(tokens.subspan(half)));
   QKV_ASSIGN_OR_RETURN(const Context pieces, in_pieces->Publish({}));
-  const KvRows found = DecodeRows(pieces, half, n - half);
+  const KvRows found = DecodeRows(pieces, half, n - half, in_pieces->codebooks());
   const KvRows expected = DecodeRows(whole, half, n - half);
 
   double kl = 0;
@@ -132,7 +132,8 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
   KvRows exact;
   QKV_ASSIGN_OR_RETURN(const Limits limits, MeasureLimits(model, std::span(tokens).first(n), kv, n_threads, &exact));
   std::vector<DeepCheck> checks;
-  checks.push_back(Compare(fmt::format("first {} tokens", n), DecodeRows(context, 0, n), exact, limits));
+  checks.push_back(
+      Compare(fmt::format("first {} tokens", n), DecodeRows(context, 0, n, reader->codebooks()), exact, limits));
   if (n == total) return checks;
 
   // The last tokens, read again over the pages before them.
@@ -142,8 +143,8 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
   QKV_RETURN_IF_ERROR(reader->Forward(std::span(tokens).last(n)));
   const std::vector<float> read_again(reader->all_logits().begin(), reader->all_logits().end());
   QKV_ASSIGN_OR_RETURN(const Context again, reader->Publish({}));
-  DeepCheck last = Compare(fmt::format("last {} tokens", n), DecodeRows(context, total - n, n),
-                           DecodeRows(again, total - n, n), limits);
+  DeepCheck last = Compare(fmt::format("last {} tokens", n), DecodeRows(context, total - n, n, reader->codebooks()),
+                           DecodeRows(again, total - n, n, reader->codebooks()), limits);
   // And their distributions over the pages themselves, at a few of them.
   const int samples = std::min(kKlSamples, n);
   double kl = 0;

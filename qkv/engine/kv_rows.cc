@@ -9,7 +9,7 @@
 
 namespace qkv {
 
-KvRows DecodeRows(const Context& context, int first, int n) {
+KvRows DecodeRows(const Context& context, int first, int n, const PqCodebooks* codebooks) {
   const Geometry& geometry = context.segments.front()->geometry();
   const size_t token_floats = static_cast<size_t>(geometry.n_kv_heads) * geometry.head_dim;
   const size_t layer_floats = token_floats * static_cast<size_t>(n);
@@ -26,7 +26,7 @@ KvRows DecodeRows(const Context& context, int first, int n) {
       for (int layer = 0; from < to && layer < geometry.n_layers; ++layer) {
         for (int head = 0; head < geometry.n_kv_heads; ++head) {
           for (const Side side : {Side::kK, Side::kV}) {
-            PlainRows(segment, page, side, layer, head, tokens, block.data());
+            PlainRows(segment, page, codebooks, side, layer, head, tokens, block.data());
             float* out = (side == Side::kK ? rows.k : rows.v).data() + layer_floats * static_cast<size_t>(layer) +
                          static_cast<size_t>(head) * geometry.head_dim;
             for (int token = from; token < to; ++token) {

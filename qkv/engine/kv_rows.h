@@ -17,7 +17,8 @@ struct KvRows {
 };
 
 // Of tokens [first, first + n) of a context, keys as they were encoded: a moved page's are those of its old position.
-KvRows DecodeRows(const Context& context, int first, int n);
+// `codebooks`: those that its card names, if it names some.
+KvRows DecodeRows(const Context& context, int first, int n, const PqCodebooks* codebooks = nullptr);
 
 // Turns the keys of `rows` by that many positions, in double precision.
 void MoveKeys(KvRows& rows, int head_dim, const Rope& rope, int positions);

@@ -20,6 +20,10 @@ float Finite(float value) {
   return std::isnan(value) ? 0 : std::clamp(value, -kMost, kMost);
 }
 
+PqBook BookOf(const PqCodebooks* codebooks, const Codec& codec, int layer, int head, Side side) {
+  return codec.needs_book ? codebooks->book(codec.id, layer, head, side) : PqBook();
+}
+
 }  // namespace
 
 SegmentConstants ConstantsOf(const Geometry& geometry, std::span<const F16Page> pages, bool at_zero) {
@@ -57,11 +61,14 @@ SegmentConstants ConstantsOf(const Geometry& geometry, std::span<const F16Page> 
   return constants;
 }
 
-void PlainRows(const Segment& segment, size_t page, Side side, int layer, int head, int tokens, float* rows) {
+void PlainRows(const Segment& segment, size_t page, const PqCodebooks* codebooks, Side side, int layer, int head,
+               int tokens, float* rows) {
   const Geometry& geometry = segment.geometry();
   const PageLayout layout = segment.layout(page);
   const Codec& codec = CodecOf(side == Side::kK ? layout.CodecsOf(layer).k : layout.CodecsOf(layer).v);
-  codec.decode(side, segment.page(page) + layout.BlockOffset(side, layer, head), tokens, geometry.head_dim, rows);
+  const PqBook book = BookOf(codebooks, codec, layer, head, side);
+  codec.decode(side, segment.page(page) + layout.BlockOffset(side, layer, head), tokens, geometry.head_dim, rows,
+               &book);
   if (!codec.rotated) return;
   const ConstantsLayout constants(geometry);
   const auto read = [&](Constant which, float* out) {
@@ -74,8 +81,13 @@ void PlainRows(const Segment& segment, size_t page, Side side, int layer, int he
   if (segment.pages()[page].first_position == 0) read(side == Side::kK ? Constant::kFirstK : Constant::kFirstV, rows);
 }
 
-PageEncoder::PageEncoder(const Geometry& geometry, const PageCodecs& kv)
-    : geometry_(geometry), kv_(kv), f16_layout_(geometry, kF16Pair), layout_(geometry, base(), kv_.layers.get()) {
+PageEncoder::PageEncoder(const Geometry& geometry, const PageCodecs& kv, const PqCodebooks* codebooks)
+    : geometry_(geometry),
+      kv_(kv),
+      codebooks_(codebooks),
+      f16_layout_(geometry, kF16Pair),
+      layout_(geometry, base(), kv_.layers.get()) {
+  QKV_CHECK(!NeedsBooks(kv_.pair) || codebooks != nullptr);
   if (kv_.pair.refine) refinement_layout_.emplace(geometry, kRefinementCodecs);
 }
 
@@ -102,7 +114,8 @@ void PageEncoder::Encode(const F16Page& from, bool exact_first, const SegmentCon
         }
         ToRotated(plain.data(), from.tokens, head_dim, side == Side::kK ? mean.data() : nullptr, rows.data());
         if (exact_first) std::fill_n(rows.begin(), head_dim, 0.0f);
-        codec.encode(side, rows.data(), from.tokens, head_dim, block);
+        const PqBook book = BookOf(codebooks_, codec, layer, head, side);
+        codec.encode(side, rows.data(), from.tokens, head_dim, block, &book);
         if (refinement == nullptr) continue;
         codec.decode(side, block, from.tokens, head_dim, plain.data());
         for (size_t i = 0; i < n; ++i) rows[i] -= plain[i];

@@ -14,6 +14,7 @@
 #include <optional>
 #include <span>
 
+#include "qkv/codec/pq.h"
 #include "qkv/segment/segment.h"
 
 namespace qkv {
@@ -32,14 +33,17 @@ SegmentConstants ConstantsOf(const Geometry& geometry, std::span<const F16Page> 
 
 // The first `tokens` rows of a block of a segment's page as attention understands them: [tokens][head_dim] in the plain
 // frame, the exact first token included, without refinement.
-void PlainRows(const Segment& segment, size_t page, Side side, int layer, int head, int tokens, float* rows);
+// `codebooks`: those of the page, if it needs some.
+void PlainRows(const Segment& segment, size_t page, const PqCodebooks* codebooks, Side side, int layer, int head,
+               int tokens, float* rows);
 
 // Of a refinement page.
 inline constexpr CodecPair kRefinementCodecs = {CodecId::kRefine4, CodecId::kRefine4};
 
 class PageEncoder {
  public:
-  PageEncoder(const Geometry& geometry, const PageCodecs& kv);
+  // `codebooks`: not null if NeedsBooks(kv.pair); must outlive this object.
+  PageEncoder(const Geometry& geometry, const PageCodecs& kv, const PqCodebooks* codebooks = nullptr);
 
   CodecPair kv() const { return kv_.pair; }
   const std::shared_ptr<const LayerCodecs>& layers() const { return kv_.layers; }  // with kLayersPair
@@ -59,6 +63,7 @@ class PageEncoder {
  private:
   const Geometry geometry_;
   const PageCodecs kv_;
+  const PqCodebooks* const codebooks_;
   const PageLayout f16_layout_;
   const PageLayout layout_;
   std::optional<PageLayout> refinement_layout_;

@@ -64,9 +64,11 @@ void PagedKv::AlignedFree::operator()(std::byte* p) const {
 }
 
 PagedKv::PagedKv(const Geometry& geometry, const PageCodecs& kv, const std::array<uint8_t, 16>& model_digest,
-                 bool use_refinement, Trace* trace, const std::array<uint8_t, 16>& calibration_digest)
+                 bool use_refinement, Trace* trace, const std::array<uint8_t, 16>& calibration_digest,
+                 std::shared_ptr<const PqCodebooks> codebooks)
     : geometry_(geometry),
-      encoder_of_kv_(geometry, kv),
+      codebooks_(std::move(codebooks)),
+      encoder_of_kv_(geometry, kv, codebooks_.get()),
       use_refinement_(use_refinement),
       model_digest_(model_digest),
       calibration_digest_(calibration_digest),
@@ -132,6 +134,7 @@ void PagedKv::Append(const std::vector<SegmentSpan>& spans) {
         ref.exact_first = entry.first_position == 0;
       }
       if (ref.codecs == kLayersPair) ref.layers = span.segment->layers().get();
+      if (NeedsBooks(ref.codecs)) ref.codebooks = codebooks_.get();
       if (span.refinement != nullptr) {
         record.refinement = span.refinement;
         record.refinement_page = span.first_refinement_page + i;
@@ -503,6 +506,8 @@ Status PagedKv::Regroup(std::span<const float> importance, double share, CodecPa
   if (high.refine || (low && low->refine)) {
     return Err(Code::kInvalidArgument, "pages grouped by importance have no refinement");
   }
+  if (codebooks_ == nullptr && (NeedsBooks(high) || (low && NeedsBooks(*low))))
+    return Err(Code::kInvalidArgument, "pages in pq4 and pq2 need codebooks");
   if (std::ranges::any_of(importance, [](float x) { return std::isnan(x); })) {
     return Err(Code::kInvalidArgument, "importance is not a number");
   }
@@ -527,7 +532,8 @@ Status PagedKv::Regroup(std::span<const float> importance, double share, CodecPa
       place_of.push_back(t);
     }
   }
-  const PageEncoder encoders[2] = {{geometry_, high}, {geometry_, low.value_or(high)}};
+  const PageEncoder encoders[2] = {{geometry_, high, codebooks_.get()},
+                                   {geometry_, low.value_or(high), codebooks_.get()}};
   std::vector<TailPage> grouped;  // until they are encoded
   std::vector<Job> jobs;
   for (int g = 0; g < 2; ++g) {
@@ -654,6 +660,7 @@ PagedKv::Encoded PagedKv::Encode(const Job& job) {
     ref.exact_first = exact_first;
   }
   if (encoder.kv() == kLayersPair) ref.layers = writer_->layers();
+  if (NeedsBooks(encoder.kv())) ref.codebooks = codebooks_.get();
   if (encoder.kv().refine && use_refinement_) ref.refinement = refinement_writer_->page(*refinement);
   return {writer_serial_, *page, *refinement, ref, {}};
 }

@@ -51,8 +51,10 @@ class PagedKv {
 
   // `kv`: of the pages written here. `use_refinement`: attention is to see refinement pages, attached or own; without it
   // they are passed on all the same, but neither checked nor read. `trace` may be null, and must outlive this object.
+  // `codebooks`: of all pages here that need some, attached or own.
   PagedKv(const Geometry& geometry, const PageCodecs& kv, const std::array<uint8_t, 16>& model_digest,
-          bool use_refinement = true, Trace* trace = nullptr, const std::array<uint8_t, 16>& calibration_digest = {});
+          bool use_refinement = true, Trace* trace = nullptr, const std::array<uint8_t, 16>& calibration_digest = {},
+          std::shared_ptr<const PqCodebooks> codebooks = nullptr);
   ~PagedKv();
   PagedKv(const PagedKv&) = delete;
   PagedKv& operator=(const PagedKv&) = delete;
@@ -175,6 +177,7 @@ class PagedKv {
   Status SealWriter();
 
   const Geometry geometry_;
+  const std::shared_ptr<const PqCodebooks> codebooks_;
   const PageEncoder encoder_of_kv_;
   const bool use_refinement_;
   const std::array<uint8_t, 16> model_digest_;

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "qkv/engine/cache_file.h"
+#include "qkv/engine/codebooks.h"
 #include "qkv/engine/quality_probe.h"
 
 namespace qkv {
@@ -96,6 +97,9 @@ QualityGate::QualityGate(std::shared_ptr<const Model> model, QualityGateOptions 
 
 std::string QualityGate::EntryName(const PageCodecs& kv) const {
   std::string name = fmt::format("{}-{}", model_->identity().weights_digest(), ToString(kv.pair));
+  if (NeedsBooks(kv.pair)) {  // other ones are another codec; without any, measuring says so
+    if (const auto codebooks = ReadCodebooks(*model_, CodebooksPath(*model_))) name += "-" + (*codebooks)->digest();
+  }
   if (kv.layers == nullptr) return name;
   const std::vector<uint8_t> bytes = kv.layers->Bytes();
   return name + fmt::format("-{:016x}", XXH3_64bits(bytes.data(), bytes.size()));

@@ -22,6 +22,7 @@ Result<std::unique_ptr<Sequence>> NewSequence(const std::shared_ptr<const Model>
   sequence.n_batch = options.n_batch;
   sequence.kv = codec.kv;
   sequence.calibration = codec.calibration;
+  sequence.codebooks = codec.codebooks;
   if (pages_at_once) sequence.tail_budget_bytes = 0;
   sequence.refine = options.refine;
   sequence.on_progress = options.on_progress;
@@ -90,7 +91,7 @@ KvSize SizeOf(const Context& context) {
   return size;
 }
 
-double DecodeNs(const Context& context) {
+double DecodeNs(const Context& context, const PqCodebooks* codebooks) {
   std::vector<float> rows;
   uint64_t values = 0;
   const auto start = std::chrono::steady_clock::now();
@@ -105,9 +106,10 @@ double DecodeNs(const Context& context) {
       for (int head = 0; head < geometry.n_kv_heads; ++head) {
         for (const Side side : {Side::kK, Side::kV}) {
           const CodecPair codecs = layout.CodecsOf(layer);
-          CodecOf(side == Side::kK ? codecs.k : codecs.v)
-              .decode(side, segment.page(page) + layout.BlockOffset(side, layer, head), tokens, geometry.head_dim,
-                      rows.data());
+          const Codec& codec = CodecOf(side == Side::kK ? codecs.k : codecs.v);
+          const PqBook book = codec.needs_book ? codebooks->book(codec.id, layer, head, side) : PqBook();
+          codec.decode(side, segment.page(page) + layout.BlockOffset(side, layer, head), tokens, geometry.head_dim,
+                       rows.data(), &book);
         }
       }
     }
@@ -150,13 +152,15 @@ Result<std::unique_ptr<HandoffProbe>> HandoffProbe::Read(std::shared_ptr<const M
   return probe;
 }
 
-Result<ProbeResult> HandoffProbe::ScoreGroups(const TokenGroups& groups) const {
+Result<ProbeResult> HandoffProbe::ScoreGroups(const ProbeCodec& codec) const {
+  const TokenGroups& groups = *codec.groups;
   const int n_prefix = exact_.card.token_ids_size();
   std::vector<float> importance = importance_;
   if (groups.by == TokenGroups::By::kRandom) importance = RandomImportance(n_prefix);
   QKV_CHECK(importance.size() == static_cast<size_t>(n_prefix));  // else ProbeOptions::importance was not set
-  QKV_ASSIGN_OR_RETURN(const auto sequence,
-                       NewSequence(model_, Scoring(options_), {kExact, {}}, n_prefix + scored_.size()));
+  QKV_ASSIGN_OR_RETURN(
+      const auto sequence,
+      NewSequence(model_, Scoring(options_), {.kv = kExact, .codebooks = codec.codebooks}, n_prefix + scored_.size()));
   QKV_RETURN_IF_ERROR(sequence->Attach(exact_));
   QKV_RETURN_IF_ERROR(sequence->Regroup(importance, groups.share, groups.high, groups.low));
   ProbeResult result;
@@ -172,14 +176,14 @@ Result<ProbeResult> HandoffProbe::ScoreGroups(const TokenGroups& groups) const {
 }
 
 Result<ProbeResult> HandoffProbe::Score(const ProbeCodec& codec) const {
-  if (codec.groups) return ScoreGroups(*codec.groups);
+  if (codec.groups) return ScoreGroups(codec);
   const size_t n_ctx = exact_.card.token_ids_size() + scored_.size();
   QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, Scoring(options_), codec, n_ctx));
   QKV_ASSIGN_OR_RETURN(const Context context, HandOver(*sequence, exact_, codec.transform));
   ProbeResult result;
   result.size = SizeOf(context);
   result.encode_ns = EncodeNs(*sequence, result.size);
-  result.decode_ns = DecodeNs(context);
+  result.decode_ns = DecodeNs(context, sequence->codebooks());
   QKV_ASSIGN_OR_RETURN(const auto logits, AllLogits(*sequence, scored_));
   result.score = reference_->ScoreAll(logits, next_);
   result.refined_share = sequence->stats().refined_share();
@@ -246,7 +250,7 @@ Result<std::vector<float>> PagesProbe::Logits(const ProbeCodec& codec, ProbeResu
     QKV_ASSIGN_OR_RETURN(const Context context, sequence->Publish({}));
     result->size = SizeOf(context);
     result->encode_ns = EncodeNs(*sequence, result->size);
-    result->decode_ns = DecodeNs(context);
+    result->decode_ns = DecodeNs(context, sequence->codebooks());
   }
   return logits;
 }

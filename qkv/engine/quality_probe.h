@@ -57,6 +57,7 @@ struct ProbeCodec {
   Sequence::RowTransform transform;
   std::optional<TokenGroups> groups = {};
   std::shared_ptr<const Calibration> calibration = {};
+  std::shared_ptr<const PqCodebooks> codebooks = {};  // null: as SequenceOptions has it
 };
 
 // Protocol `handoff`: a prefix is read exactly, once; published in one codec after the other; and what follows is read
@@ -75,7 +76,7 @@ class HandoffProbe {
 
  private:
   HandoffProbe() = default;
-  Result<ProbeResult> ScoreGroups(const TokenGroups& groups) const;
+  Result<ProbeResult> ScoreGroups(const ProbeCodec& codec) const;
 
   std::shared_ptr<const Model> model_;
   ProbeOptions options_;

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "qkv/engine/calibration.h"
+#include "qkv/engine/codebooks.h"
 #include "qkv/engine/context_card.h"
 #include "qkv/engine/llama_graph.h"
 #include "qkv/engine/model_internal.h"
@@ -165,7 +166,7 @@ void MergeOp(ggml_tensor* dst, int /*ith*/, int /*nth*/, void* userdata) {
 struct Sequence::Impl {
   std::shared_ptr<const Model> model;
   SequenceOptions options;
-  ModelIdentity identity;  // the model's, and the calibration's digest
+  ModelIdentity identity;  // the model's, and the digests of calibration and codebooks
   std::unique_ptr<ggml_threadpool, ThreadpoolFree> pool;
   std::unique_ptr<PagedKv> kv;
   std::vector<Token> tokens;
@@ -200,9 +201,9 @@ struct Sequence::Impl {
   Stats stats;
 
   std::unique_ptr<PagedKv> NewKv() const {
-    return std::make_unique<PagedKv>(model->geometry(), options.kv, model->weights_digest(), options.refine > 0,
-                                     options.trace,
-                                     options.calibration ? options.calibration->digest() : std::array<uint8_t, 16>{});
+    return std::make_unique<PagedKv>(
+        model->geometry(), options.kv, model->weights_digest(), options.refine > 0, options.trace,
+        options.calibration ? options.calibration->digest() : std::array<uint8_t, 16>{}, options.codebooks);
   }
   void UseKv(std::unique_ptr<PagedKv> other) {
     kv = std::move(other);
@@ -330,12 +331,28 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
     }
     impl->identity.set_calibration_digest(calibration->digest_text());
   }
+  if (impl->options.codebooks == nullptr) {
+    auto codebooks = ReadCodebooks(*impl->model, CodebooksPath(*impl->model));
+    if (codebooks) {
+      impl->options.codebooks = *std::move(codebooks);
+    } else if (NeedsBooks(options.kv.pair)) {
+      return tl::unexpected(codebooks.error());
+    }
+  }
+  if (const auto& codebooks = impl->options.codebooks) {
+    if (!Fits(*codebooks, *impl->model)) return Err(Code::kIncompatible, "the codebooks are of another model");
+    impl->identity.set_codebooks_digest(codebooks->digest());
+  }
   impl->UseKv(impl->NewKv());
   return std::unique_ptr<Sequence>(new Sequence(std::move(impl)));
 }
 
 const ModelIdentity& Sequence::identity() const {
   return impl_->identity;
+}
+
+const PqCodebooks* Sequence::codebooks() const {
+  return impl_->options.codebooks.get();
 }
 
 Status Sequence::Attach(const Context& context) {

@@ -30,6 +30,7 @@
 namespace qkv {
 
 class Calibration;
+class PqCodebooks;
 
 // Rows as they are computed, RoPE applied to Q and K: [n_tokens][heads][head_dim], heads of queries for kQ, else KV
 // heads. For calibration. Called on the caller's thread within Forward, layer by layer, Q last.
@@ -54,6 +55,8 @@ struct SequenceOptions {
   // `bal`: K is kept, and Q read, multiplied by these matrices. Contexts are then for readers with the same ones, and can't
   // be spliced. May be null.
   std::shared_ptr<const Calibration> calibration;
+  // Of pages in the codecs pq4 and pq2. Null: those beside the model (engine/codebooks.h), if there are any.
+  std::shared_ptr<const PqCodebooks> codebooks;
   Trace* trace = nullptr;  // stages are recorded here; must outlive the sequence
 };
 
@@ -68,6 +71,8 @@ struct Context {
 
 class Sequence {
  public:
+  // Errors: kInvalidArgument; kIncompatible (a calibration or codebooks of another model); ReadCodebooks' when the codec
+  // needs codebooks; kExhausted.
   static Result<std::unique_ptr<Sequence>> Create(std::shared_ptr<const Model> model, const SequenceOptions& options);
   ~Sequence();
 
@@ -76,8 +81,10 @@ class Sequence {
   // Forward reads them. O(spans + tokens of the card), independent of the bytes. What was here before is kept until a
   // Forward succeeds.
   Status Attach(const Context& context);
-  // What a context's card must agree with: the model's identity, and the calibration's digest if there is one.
+  // What a context's card must agree with: the model's identity, and the digests of calibration and codebooks if there are
+  // any.
   const ModelIdentity& identity() const;
+  const PqCodebooks* codebooks() const;  // null: there are none
 
   // For evaluation: as if one Forward had read the tokens of `exact`, a context whose pages are all f16, into an empty
   // sequence. Its rows are copied into the tail, each [tokens][head_dim] of a page, side, layer and KV head by way of

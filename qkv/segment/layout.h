@@ -148,7 +148,7 @@ struct PageLayout {
   }
 };
 
-// What rotated pages (3 to 8) are read with, once per segment, [layer][kv_head]{mean K, first K, first V}, halves in the
+// What rotated pages (3 to 8, pq4, pq2) are read with, once per segment, [layer][kv_head]{mean K, first K, first V}, halves in the
 // plain frame: the mean that was taken off keys, and the exact K and V of the token at position 0, which its page leaves
 // out. FORMAT.md §1.3.
 enum class Constant : uint8_t { kMeanK, kFirstK, kFirstV };
@@ -177,7 +177,7 @@ struct SegmentConstants {
   std::array<uint8_t, 16> calibration_digest{};
 };
 
-// A page that needs constants: one side at least is in 3 to 8 bits.
+// A page that needs constants: one side at least is rotated, and no refinement.
 bool NeedsConstants(CodecPair codecs);
 // A page that needs the header's rotation_seed: such a page, or a refinement page.
 bool IsRotated(CodecPair codecs);
