@@ -9,10 +9,10 @@ namespace qkv {
 namespace {
 
 constexpr std::array kMeasured = {
-    MeasuredPair{{CodecId::kF16, CodecId::kF16}, 0},  MeasuredPair{{CodecId::k8, CodecId::k8}, 1.7e-5},
-    MeasuredPair{{CodecId::k6, CodecId::k5}, 3.5e-4}, MeasuredPair{{CodecId::k6, CodecId::k4}, 8.7e-4},
-    MeasuredPair{{CodecId::k5, CodecId::k4}, 1.4e-3}, MeasuredPair{{CodecId::k4, CodecId::k4}, 3.9e-3},
-    MeasuredPair{{CodecId::k4, CodecId::k3}, 7.0e-3},
+    MeasuredPair{{CodecId::kF16, CodecId::kF16}, 0},  MeasuredPair{{CodecId::k8, CodecId::k8}, 1.4e-5},
+    MeasuredPair{{CodecId::k6, CodecId::k5}, 2.8e-4}, MeasuredPair{{CodecId::k6, CodecId::k4}, 7.2e-4},
+    MeasuredPair{{CodecId::k5, CodecId::k4}, 2.4e-3}, MeasuredPair{{CodecId::k4, CodecId::k4}, 3.5e-3},
+    MeasuredPair{{CodecId::k4, CodecId::k3}, 5.9e-3},
 };
 
 }  // namespace
