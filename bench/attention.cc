@@ -243,6 +243,8 @@ void Register() {
                              {k3, k3},
                              {kPq4, kPq4},
                              {kPq2, kPq2},
+                             {k5, k4},
+                             {kBands, k4},
                              {k4, k4, /*refine=*/true},
                              {k4, k3, /*refine=*/true}};
   const auto add = [&](const char* name, const Shape& shape, int n_queries, int n_layers) {

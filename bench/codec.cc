@@ -31,8 +31,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace qkv {
 namespace HWY_NAMESPACE {
-void Expand(int width, const uint8_t* block, size_t n_codes, int8_t* out) {
-  planes::HWY_NAMESPACE::ExpandPlanes(width, block, n_codes, out);
+void Expand(CodecId id, const uint8_t* block, int head_dim, int8_t* out) {
+  if (id == CodecId::kBands) return planes::HWY_NAMESPACE::ExpandBands(block, head_dim, out);
+  planes::HWY_NAMESPACE::ExpandPlanes(blocks::RotatedBits(id), block, kPageTokens * blocks::Size(head_dim), out);
 }
 void LookUp(const PqBook& book, const uint8_t* block, size_t dim, int8_t* out) {
   pq::HWY_NAMESPACE::ExpandPq(book, Side::kK, block, dim, out);
@@ -117,7 +118,7 @@ void BM_Expand(benchmark::State& state, const Codec& codec, int head_dim) {
         continue;
       }
       HWY_DYNAMIC_DISPATCH(Expand)
-      (blocks::RotatedBits(codec.id), blocks.blocks.get() + i * blocks.bytes, blocks.values, out.get());
+      (codec.id, blocks.blocks.get() + i * blocks.bytes, head_dim, out.get());
     }
     benchmark::ClobberMemory();
   }
@@ -142,11 +143,12 @@ void Register() {
     const auto with = [&](const Codec& codec) {
       const std::string name(codec.name);
       for (const Side side : {Side::kK, Side::kV}) {
+        if (side == Side::kV && codec.keys_only) continue;
         const std::string of = name + (side == Side::kK ? "/K" : "/V") + at;
         benchmark::RegisterBenchmark(("encode/" + of).c_str(), BM_Encode, codec, side, head_dim);
         benchmark::RegisterBenchmark(("unpack/" + of).c_str(), BM_Unpack, codec, side, head_dim);
       }
-      if (codec.needs_book || (codec.rotated && codec.id <= CodecId::k7)) {
+      if (codec.needs_book || (codec.rotated && codec.id <= CodecId::k7) || codec.id == CodecId::kBands) {
         benchmark::RegisterBenchmark(("expand/" + name + at).c_str(), BM_Expand, codec, head_dim);
       }
     };

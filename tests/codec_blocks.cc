@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Writes rows and what the codecs 3 to 8 and +4 make of them to standard output, for tests/codec_reference.py to compare
+// Writes rows and what the codecs 3 to 8, +4 and 5/3 make of them to standard output, for tests/codec_reference.py to compare
 // with its own. Records, back to back, little-endian: int32 {codec, side (0 K, 1 V), head_dim, tokens, block bytes};
 // float32 rows, mean, rotated rows, encoded rows (for +4 what 4 bits left over, else the rotated rows); the block;
 // float32 decoded rows, decoded rows turned back. A mean is [head_dim] (0 for V), rows are [tokens][head_dim].
@@ -28,7 +28,8 @@ void Write(const std::vector<T>& values) {
 void WriteRecord(CodecId id, Side side, int head_dim, const std::vector<float>& rows, const std::vector<float>& mean) {
   const int tokens = static_cast<int>(rows.size()) / head_dim;
   std::vector<float> rotated(rows.size()), decoded(rows.size()), back(rows.size());
-  ToRotated(rows.data(), tokens, head_dim, side == Side::kK ? mean.data() : nullptr, rotated.data());
+  const bool bands = id == CodecId::kBands;
+  ToRotated(rows.data(), tokens, head_dim, side == Side::kK ? mean.data() : nullptr, rotated.data(), bands);
 
   // Blocks start on 64 bytes.
   std::vector<std::byte> memory(CodecOf(CodecId::k8).block_bytes(head_dim) + 64);
@@ -42,7 +43,7 @@ void WriteRecord(CodecId id, Side side, int head_dim, const std::vector<float>& 
   const Codec& codec = CodecOf(id);
   codec.encode(side, encoded.data(), tokens, head_dim, block);
   codec.decode(side, block, tokens, head_dim, decoded.data());
-  FromRotated(decoded.data(), tokens, head_dim, side == Side::kK ? mean.data() : nullptr, back.data());
+  FromRotated(decoded.data(), tokens, head_dim, side == Side::kK ? mean.data() : nullptr, back.data(), bands);
 
   const size_t bytes = codec.block_bytes(head_dim);
   Write(
@@ -87,6 +88,7 @@ int main() {
           for (const Side side : {Side::kK, Side::kV})
             WriteRecord(static_cast<CodecId>(id), side, head_dim, rows, mean);
         }
+        WriteRecord(CodecId::kBands, Side::kK, head_dim, rows, mean);
       }
     }
   }

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The QKVShare authors
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs 3 to 8 and +4 once more, in numpy and from docs/FORMAT.md §3 alone: the program tests/codec_blocks.cc writes
+"""The codecs 3 to 8, +4 and 5/3 once more, in numpy and from docs/FORMAT.md §3 alone: the program tests/codec_blocks.cc writes
 rows and blocks, this recomputes every code and scale. Usage: codec_reference.py PATH_OF_CODEC_BLOCKS"""
 import collections
 import subprocess
@@ -14,7 +14,7 @@ except ImportError:
 
 F = np.float32
 SEED = int.from_bytes(b"QKVShare", "little")
-NAMES = {7: "3", 8: "4", 9: "5", 10: "6", 11: "7", 12: "8", 13: "+4"}
+NAMES = {7: "3", 8: "4", 9: "5", 10: "6", 11: "7", 12: "8", 13: "+4", 15: "5/3"}
 
 
 def splitmix64(seed, count):
@@ -29,10 +29,10 @@ def splitmix64(seed, count):
     return out
 
 
-def rotation(dim):
-    """H D as a matrix, in double precision."""
+def rotation(dim, bands):
+    """H D as a matrix, in double precision; with bands, of half-size runs."""
     run = 1
-    while dim % (2 * run) == 0:
+    while (dim // 2 if bands else dim) % (2 * run) == 0:
         run *= 2
     h = np.ones((1, 1))
     while len(h) < run:
@@ -51,14 +51,16 @@ def sanitized(x):
     return np.clip(np.where(np.isnan(x), F(0), x), F(-65504), F(65504))
 
 
-def mid_rise(y, bits):
-    """w [tokens][dim], scale [tokens], and the relative squared error of every clip factor."""
+def mid_rise(y, bits, unit=None):
+    """w [tokens][dim], scale [tokens], and the relative squared error of every clip factor. bits, unit: [dim], a channel's
+    bits and how much its codes count, or a number and nothing; errors are weighed by 1 / unit^2."""
     tokens, dim = y.shape
-    largest = np.abs(y).max(axis=1)
+    bits = np.broadcast_to(bits, dim)
+    y = y if unit is None else y / unit.astype(F)
     best_gain, best_w = np.zeros(tokens, F), np.zeros((tokens, dim), int)
     best_scale, errors = np.zeros(tokens, F), []
     for clip in (1, 0.93, 0.86, 0.79, 0.72):
-        h = half(F(clip) * largest / F(2**bits - 1))
+        h = half((F(clip) * np.abs(y) / (2**bits - 1).astype(F)).max(axis=1))
         with np.errstate(divide="ignore", invalid="ignore"):
             u = np.clip(np.floor(y * (F(0.5) / h)[:, None]), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
             c = (2 * u + 1).astype(F)
@@ -90,6 +92,12 @@ def codes_of(block, codec, is_v, dim):
     i = 2 * dim * (t // 2) + 2 * c + t % 2 if is_v else 64 * (c // 2) + 2 * t + c % 2
     if codec == 12:
         codes, at = block[i].astype(np.int8).astype(int), 32 * dim
+    elif codec == 15:
+        low = block[12 * dim + 64 * (i // 512) + i % 64] >> (i // 64 % 8) & 1
+        j = i - 16 * dim  # in the second half
+        upper5 = block[64 * (i // 128) + i % 64] >> 4 * (i // 64 % 2) & 15
+        upper3 = block[8 * dim + 64 * (j // 256) + j % 64] >> 2 * (j // 64 % 4) & 3
+        codes, at = (2 * np.where(c < dim // 2, upper5, upper3) + low).astype(int), 16 * dim
     elif codec == 13:
         byte = block[t * dim // 2 + c % (dim // 2)]
         codes, at = np.where(c < dim // 2, byte & 15, byte >> 4).astype(int), 16 * dim
@@ -120,12 +128,14 @@ def check(record, turn):
         w, scale = nearest(y)
         values = scale[:, None] * w.astype(F)
     else:
-        bits = 4 if codec == 13 else codec - 4
-        w, scale, errors = mid_rise(y, bits)
-        values = scale[:, None] * (2 * w + 1 - 2**bits).astype(F) + F(0)
+        bits, unit = np.full(dim, 4 if codec == 13 else codec - 4), np.ones(dim, int)
+        if codec == 15:
+            bits, unit = np.repeat((5, 3), dim // 2), np.repeat((1, 4), dim // 2)
+        w, scale, errors = mid_rise(y, bits, unit)
+        values = scale[:, None] * (unit * (2 * w + 1 - 2**bits)).astype(F) + F(0)
         # What was kept is the best clip factor, whichever way errors are summed.
-        found = ((y.astype(float) - values) ** 2).sum(axis=1)
-        energy = (y.astype(float) ** 2).sum(axis=1)
+        found = (((y.astype(float) - values) / unit) ** 2).sum(axis=1)
+        energy = ((y / unit).astype(float) ** 2).sum(axis=1)
         assert (found <= np.minimum(errors.min(axis=0), energy) + 1e-6 * energy).all(), "not the best clip factor"
     assert (codes[:tokens] == w).all(), "codes"
     assert (scales[:tokens] == scale).all(), "scales"
@@ -155,11 +165,12 @@ def main(program):
         rotated, encoded = take("<f4", tokens, dim), take("<f4", tokens, dim)
         block = take("u1", n_bytes)
         decoded, back = take("<f4", tokens, dim), take("<f4", tokens, dim)
-        if dim not in turns:
-            turns[dim] = rotation(dim)
+        bands = codec == 15
+        if (dim, bands) not in turns:
+            turns[dim, bands] = rotation(dim, bands)
         name = f"{'V' if is_v else 'K'} {NAMES[codec]}, head dim {dim}, {tokens} tokens"
         try:
-            check((codec, is_v, dim, tokens, rows, mean, rotated, encoded, block, decoded, back), turns[dim])
+            check((codec, is_v, dim, tokens, rows, mean, rotated, encoded, block, decoded, back), turns[dim, bands])
         except AssertionError as error:
             sys.exit(f"codec_reference: {name}: {error} differ")
         seen[NAMES[codec], dim] += tokens * dim

@@ -338,5 +338,30 @@ TEST_F(EvalProgram, LayersAreMeasuredOnceAndBitsSpentOnThem) {
   EXPECT_THAT(damaged.errors, HasSubstr("does not hold layers' sensitivities"));
 }
 
+TEST_F(EvalProgram, TwoBandsAreMeasuredBehindACalibration) {
+  const Ran without = Eval({"--kv", "k=5/3,v=4"});
+  EXPECT_EQ(without.status, 2);
+  EXPECT_THAT(without.errors, HasSubstr("'k=5/3,v=4' needs a calibration: bal:k=5/3,v=4"));
+  const Ran missing = Eval({"--kv", "bal:k=5/3,v=4"});
+  EXPECT_EQ(missing.status, 2);
+  EXPECT_THAT(missing.errors, HasSubstr("make one with: qkvshare calibrate"));
+  ASSERT_EQ(Run({"calibrate", "-m", model_, "--text", text_, "-t", "1"}).status, 0);
+  const Json json = Parsed(Eval({"--kv", "bal:k=5/3,v=4", "--kv", "bal:4", "--json"}));
+  EXPECT_EQ(json["results"][0]["kv"], "bal:k=5/3,v=4");
+  EXPECT_EQ(json["results"][0]["bits_per_value"], json["results"][1]["bits_per_value"]);
+  EXPECT_GT(json["results"][0]["kl_mean"], 0);
+
+  const auto turn = [&](std::vector<std::string> more) {
+    std::vector<std::string> args = {"generate", "-m",    model_,           "-p", "a", "-n", "2", "-t",
+                                     "1",        "--raw", "--quality-gate", "off"};
+    args.insert(args.end(), more.begin(), more.end());
+    return Run(std::move(args));
+  };
+  EXPECT_EQ(turn({"--kv", "k=5/3,v=4", "--bal"}).status, 0);
+  const Ran plain = turn({"--kv", "k=5/3,v=4"});
+  EXPECT_EQ(plain.status, 2);
+  EXPECT_THAT(plain.errors, HasSubstr("keys in codec 5/3 need --bal"));
+}
+
 }  // namespace
 }  // namespace qkv::cli

@@ -188,10 +188,10 @@ class ItemRun {
     }
   }
 
-  // To x.line, rotated.
+  // To x.line, in the frame of its side of the page.
   void LoadConstant(const PageBlocks& page, Constant which) const {
     LoadHalves(page.constants + static_cast<size_t>(which) * 2 * dim_, dim_, x_.line);
-    Rotate(x_.line, plan_.shape.head_dim);
+    Rotate(x_.line, plan_.shape.head_dim, which != Constant::kFirstV && FrameOf(page).bands);
   }
 
   // Of the step's pages in slots [slot, end). `keep`: the step's first kernel brings earlier outputs onto the new maximum.
@@ -402,6 +402,7 @@ class ItemRun {
     for (size_t i = 0; i < ScaleOffset(codec); i += 64) Prefetch<64>(ahead + i);
     const auto* codes = reinterpret_cast<const uint8_t*>(block);
     if (blocks::IsPq(codec)) return pq::HWY_NAMESPACE::ExpandPq(book, side, codes, dim_, x_.expanded);
+    if (codec == CodecId::kBands) return planes::HWY_NAMESPACE::ExpandBands(codes, plan_.shape.head_dim, x_.expanded);
     planes::HWY_NAMESPACE::ExpandPlanes(blocks::RotatedBits(codec), codes, kPageTokens * dim_, x_.expanded);
   }
   Codes CodesOf(std::span<const PageBlocks> pages, Side side) const {

@@ -12,8 +12,8 @@
 // Relocation: a page may be used at another position than the one it was encoded at. RoPE is relative, so its keys stay as
 // they are and the queries are turned back by the offset instead, once per run of pages with one offset (DESIGN §6).
 //
-// Frames: pages of the codecs 3 to 8, pq4 and pq2 hold their rows rotated (codec/frame.h). Queries are rotated to meet such keys, and
-// outputs are kept in the frame of the values being read; both turn once per run of pages with one frame.
+// Frames: pages of the codecs 3 to 8, 5/3, pq4 and pq2 hold their rows rotated (codec/frame.h). Queries are rotated to meet
+// such keys, and outputs are kept in the frame of the values being read; both turn once per run of pages with one frame.
 //
 // Refinement (progressive pages): where a page has a refinement plane, a token whose score comes close to the largest so
 // far is read again from there, K and V, in the same pass (AttentionPlan::refine_threshold).

@@ -39,10 +39,16 @@ constexpr double kFloatTolerance = 2e-6;
 // Integer codes: queries and weights are rounded to 14 bits and a sign or better.
 constexpr double kCodesTolerance = 1e-3;
 
-constexpr std::array kAllCodecs = {CodecId::kF16, CodecId::kI8, CodecId::kI8Channel, CodecId::kI8Tensor, CodecId::kI4,
-                                   CodecId::kI4Z, CodecId::k3,  CodecId::k4,         CodecId::k5,        CodecId::k6,
-                                   CodecId::k7,   CodecId::k8,  CodecId::kI4Channel, CodecId::kPq4,      CodecId::kPq2};
+constexpr std::array kAllCodecs = {CodecId::kF16,   CodecId::kI8,        CodecId::kI8Channel, CodecId::kI8Tensor,
+                                   CodecId::kI4,    CodecId::kI4Z,       CodecId::k3,         CodecId::k4,
+                                   CodecId::k5,     CodecId::k6,         CodecId::k7,         CodecId::k8,
+                                   CodecId::kBands, CodecId::kI4Channel, CodecId::kPq4,       CodecId::kPq2};
 constexpr std::array kRotatedCodecs = {CodecId::k3, CodecId::k4, CodecId::k5, CodecId::k6, CodecId::k7, CodecId::k8};
+
+// V beside a K of that codec.
+CodecId ForValues(CodecId k) {
+  return CodecOf(k).keys_only ? CodecId::k4 : k;
+}
 
 struct PageSpec {
   CodecPair codecs;
@@ -126,7 +132,8 @@ class Context {
                                ConstantOffset(geometry_, layer, head, Constant::kMeanK) / 2;
       for (size_t c = 0; c < dim; ++c) mean[c] = FloatFromHalf(halves[c]);
       for (size_t i = 0; i < n && side == Side::kK; ++i) rows[i] += mean[i % dim];
-      ToRotated(rows.data(), spec.tokens, geometry_.head_dim, side == Side::kK ? mean.data() : nullptr, rows.data());
+      ToRotated(rows.data(), spec.tokens, geometry_.head_dim, side == Side::kK ? mean.data() : nullptr, rows.data(),
+                codec.id == CodecId::kBands);
       if (spec.starts) std::fill_n(rows.data(), dim, 0.0f);
     }
     const PqBook book = codec.needs_book ? codebooks_->book(codec.id, layer, head, side) : PqBook();
@@ -363,7 +370,7 @@ TEST_P(Attention, EqualsTheReferenceForEveryCodecPair) {
     for (CodecId v : kAllCodecs) {
       // Of the rotated ones each with each, and with one that is not.
       const bool mixed = CodecOf(k).rotated != CodecOf(v).rotated;
-      if (mixed && k != CodecId::kI8 && v != CodecId::kI4) continue;
+      if (CodecOf(v).keys_only || (mixed && k != CodecId::kI8 && v != CodecId::kI4)) continue;
       for (int head_dim : {64, 80, 128}) {
         if (slow() && head_dim != 80) continue;
         SCOPED_TRACE(ToString(CodecPair{k, v}));
@@ -389,7 +396,7 @@ TEST_P(Attention, EqualsTheReferenceForRandomShapesAndMixedPages) {
       const int tokens = std::min(between(0, 2) == 0 ? between(1, kPageTokens) : kPageTokens, n_keys - keys);
       const CodecId k = kAllCodecs[static_cast<size_t>(between(0, static_cast<int>(kAllCodecs.size()) - 1))];
       const CodecId v = kAllCodecs[static_cast<size_t>(between(0, static_cast<int>(kAllCodecs.size()) - 1))];
-      specs.push_back({{k, v}, tokens, between(0, 2), keys == 0 || between(0, 9) == 0});
+      specs.push_back({{k, ForValues(v)}, tokens, between(0, 2), keys == 0 || between(0, 9) == 0});
       keys += tokens;
     }
     const Context context(geometry, specs, seed);
@@ -447,15 +454,16 @@ TEST_P(Attention, EqualsTheReferenceForMovedSpansAndHiddenTokens) {
 TEST_P(Attention, EqualsTheReferenceForEveryNumberOfRows) {
   for (CodecId codec : kAllCodecs) {
     SCOPED_TRACE(CodecOf(codec).name);
-    const Context context({1, 1, 64}, PagesOf(70, {codec, codec}), 11);
+    const Context context({1, 1, 64}, PagesOf(70, {codec, ForValues(codec)}), 11);
     for (int rows = 1; rows <= attention::kFewRows + 12; ++rows) ExpectAsReference(context, 1, rows, 0, 12);
   }
 }
 
 TEST_P(Attention, KeepsItsPrecisionWhenScoresAreFarApart) {
-  for (CodecId codec : {CodecId::kI8, CodecId::kI4, CodecId::kI4Z, CodecId::k3, CodecId::k5, CodecId::k8}) {
+  for (CodecId codec :
+       {CodecId::kI8, CodecId::kI4, CodecId::kI4Z, CodecId::k3, CodecId::k5, CodecId::k8, CodecId::kBands}) {
     SCOPED_TRACE(CodecOf(codec).name);
-    const Context context({1, 1, 64}, PagesOf(500, {codec, codec}), 21, /*spread=*/4);
+    const Context context({1, 1, 64}, PagesOf(500, {codec, ForValues(codec)}), 21, /*spread=*/4);
     ExpectAsReference(context, 4, 1, 0, 22);
   }
 }
@@ -562,8 +570,8 @@ RefinedCase RandomRefinedCase(uint32_t seed, bool many_rows) {
   const auto between = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   constexpr std::array kHeadDims = {64, 80, 96, 128, 256};
   const Geometry geometry{between(1, 2), between(1, 2), kHeadDims[static_cast<size_t>(between(0, 4))]};
-  const CodecId k = kRotatedCodecs[static_cast<size_t>(between(0, 2))],
-                v = kRotatedCodecs[static_cast<size_t>(between(0, 2))];
+  constexpr std::array kCodecs = {CodecId::k3, CodecId::k4, CodecId::k5, CodecId::kBands};
+  const CodecId k = kCodecs[static_cast<size_t>(between(0, 3))], v = kCodecs[static_cast<size_t>(between(0, 2))];
   const int n_keys = many_rows ? between(50, 100) : between(33, 500);
   std::vector<PageSpec> specs;
   for (int keys = 0; keys < n_keys;) {
@@ -646,7 +654,8 @@ TEST_P(Attention, SurvivesBytesThatNoWriterMakesAndSpoilsOnlyTheirHead) {
   for (CodecId codec : kAllCodecs) {
     for (int n_queries : {1, 30}) {
       SCOPED_TRACE(CodecOf(codec).name);
-      Context context(geometry, PagesOf(100, {codec, codec, TakesRefinement({codec, codec})}), 61);
+      Context context(geometry, PagesOf(100, {codec, ForValues(codec), TakesRefinement({codec, ForValues(codec)})}),
+                      61);
       const AttentionShape shape = ShapeOf(geometry, 3);
       const std::vector<float> q = RandomQueries(shape, n_queries, 62);
       const AttentionPlan plan(shape, n_queries, context.pages(), nullptr, /*refine_threshold=*/3);
@@ -654,7 +663,7 @@ TEST_P(Attention, SurvivesBytesThatNoWriterMakesAndSpoilsOnlyTheirHead) {
       for (uint8_t fill : {uint8_t{0xff}, uint8_t{0x7c}, uint8_t{0x80}}) {  // halves: NaN, huge, tiny negative
         const size_t bytes = CodecOf(codec).block_bytes(64);
         std::memset(context.block(1, Side::kK, 0, 0), fill, bytes);
-        std::memset(context.block(1, Side::kV, 0, 0), fill, bytes);
+        std::memset(context.block(1, Side::kV, 0, 0), fill, CodecOf(ForValues(codec)).block_bytes(64));
         if (context.pages()[1].refinement != nullptr) {
           const size_t more = CodecOf(CodecId::kRefine4).block_bytes(64);
           std::memset(context.refinement_block(1, Side::kK, 0, 0), fill, more);

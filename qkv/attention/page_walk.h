@@ -32,12 +32,13 @@ struct PageBlocks {
 struct KeyFrame {
   int position_offset = 0;
   bool rotated = false;
+  bool bands = false;               // each half of the channels on its own
   const std::byte* mean = nullptr;  // [head_dim] halves; null: 0
   bool operator==(const KeyFrame&) const = default;
 };
 inline KeyFrame FrameOf(const PageBlocks& page) {
   if (!blocks::IsRotated(page.codecs.k)) return {page.position_offset};
-  return {page.position_offset, true, page.constants};
+  return {page.position_offset, true, page.codecs.k == CodecId::kBands, page.constants};
 }
 
 class PageWalk {

@@ -177,7 +177,7 @@ class Queries {
       for (size_t row = 0; row < rows_; ++row) {
         float* q = x_.q_rows + row * dim_;
         x_.q_mean[row] = frame_.mean == nullptr ? 0 : Dot(q, x_.line, dim_);
-        Rotate(q, plan_.shape.head_dim);
+        Rotate(q, plan_.shape.head_dim, frame_.bands);
       }
     } else {
       std::fill_n(x_.q_mean, rows_, 0.0f);

@@ -63,7 +63,8 @@ std::vector<float> DecodePage(const PageRef& page, const Geometry& geometry, int
     return values;
   };
   const std::vector<float> mean = constant(Constant::kMeanK);
-  FromRotated(rows.data(), page.tokens, geometry.head_dim, side == Side::kK ? mean.data() : nullptr, rows.data());
+  FromRotated(rows.data(), page.tokens, geometry.head_dim, side == Side::kK ? mean.data() : nullptr, rows.data(),
+              codec == CodecId::kBands);
   if (page.exact_first) {
     const std::vector<float> first = constant(side == Side::kK ? Constant::kFirstK : Constant::kFirstV);
     std::copy(first.begin(), first.end(), rows.begin());

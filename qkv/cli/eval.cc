@@ -140,6 +140,9 @@ class Evaluation {
         QKV_ASSIGN_OR_RETURN(column.layer_bits, ParseLayerBits(codec));
         if (!column.layer_bits) {
           QKV_ASSIGN_OR_RETURN(column.codec.kv, ParseCodecPair(codec));
+          if (CodecOf(column.codec.kv.pair.k).keys_only && !column.balanced) {
+            return Err(Code::kInvalidArgument, "--kv: '{}' needs a calibration: {}{}", kv, kBalanced, kv);
+          }
         }
       }
       columns_.push_back(std::move(column));

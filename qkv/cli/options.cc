@@ -63,9 +63,9 @@ void ModelOptions::AddTo(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 16));
   auto* kv_option = app.add_option("--kv", kv,
                                    "codec of the KV pages: a preset (exact, safe, balanced, small, tiny), one name or "
-                                   "width, or k=NAME,v=NAME; +4 behind it adds a refinement plane; pq4 and pq2 need "
-                                   "what 'calibrate --codebooks' learns; layers:BITS, for each layer its own width, "
-                                   "BITS per value in all (after 'calibrate --layers')")
+                                   "width, or k=NAME,v=NAME (k=5/3,v=4 with --bal); +4 behind it adds a refinement "
+                                   "plane; pq4 and pq2 need what 'calibrate --codebooks' learns; layers:BITS, for each "
+                                   "layer its own width, BITS per value in all (after 'calibrate --layers')")
                         ->capture_default_str()
                         ->type_name("CODEC");
   app.add_option(
@@ -113,6 +113,10 @@ Result<PageCodecs> ChooseCodecs(const ModelOptions& options, const Model* model)
   QKV_ASSIGN_OR_RETURN(const std::optional<double> bits, ParseLayerBits(options.kv));
   if (bits) return model == nullptr ? PageCodecs() : CodecsByLayer(*model, *bits);
   QKV_ASSIGN_OR_RETURN(const CodecPair pair, ParseCodecPair(options.kv));
+  if (CodecOf(pair.k).keys_only && !options.balanced) {
+    return Err(Code::kInvalidArgument, "--kv: keys in codec {} need --bal, and what 'qkvshare calibrate' makes",
+               CodecOf(pair.k).name);
+  }
   return PageCodecs(pair);
 }
 
@@ -214,6 +218,12 @@ Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options) {
   return Model::Load(path);
 }
 
+Result<std::shared_ptr<const Calibration>> CalibrationOf(const ModelOptions& options, const Model& model) {
+  if (!options.balanced) return nullptr;
+  QKV_ASSIGN_OR_RETURN(Calibration calibration, Calibration::Read(model, Calibration::PathFor(model)));
+  return std::make_shared<const Calibration>(std::move(calibration));
+}
+
 Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::shared_ptr<const Model> model,
                                               Trace* trace) {
   SequenceOptions sequence;
@@ -223,10 +233,7 @@ Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::
   sequence.trace = trace;
   sequence.refine = options.refine;
   QKV_ASSIGN_OR_RETURN(sequence.kv, ChooseCodecs(options, model.get()));
-  if (options.balanced) {
-    QKV_ASSIGN_OR_RETURN(Calibration calibration, Calibration::Read(*model, Calibration::PathFor(*model)));
-    sequence.calibration = std::make_shared<const Calibration>(std::move(calibration));
-  }
+  QKV_ASSIGN_OR_RETURN(sequence.calibration, CalibrationOf(options, *model));
   sequence.on_progress = [bar = std::make_shared<Progress>("reading")](size_t done, size_t total) {
     bar->Update(done, total);
   };

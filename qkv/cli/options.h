@@ -74,6 +74,8 @@ Result<PageCodecs> ChooseCodecs(const ModelOptions& options, const Model* model)
 
 // Loads the model and makes a sequence; shows prefill progress on a terminal.
 Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options);
+// Of --bal: the file beside the model. Null without it. Errors: Calibration::Read's.
+Result<std::shared_ptr<const Calibration>> CalibrationOf(const ModelOptions& options, const Model& model);
 Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::shared_ptr<const Model> model,
                                               Trace* trace = nullptr);
 

@@ -39,14 +39,16 @@ class HandoffQuality::Shown {
   Progress progress_{"quality gate"};
 };
 
-HandoffQuality::HandoffQuality(const QualityFlags& flags, std::shared_ptr<const Model> model, int n_threads)
+HandoffQuality::HandoffQuality(const QualityFlags& flags, std::shared_ptr<const Model> model, int n_threads,
+                               std::shared_ptr<const Calibration> calibration)
     : flags_(flags),
       model_(std::move(model)),
       n_threads_(n_threads),
       shown_(std::make_unique<Shown>()),
       gate_(model_, {.directory = CacheDirectory("quality"),
                      .n_threads = n_threads,
-                     .on_progress = [this](size_t done, size_t total) { shown_->Update(done, total); }}) {}
+                     .on_progress = [this](size_t done, size_t total) { shown_->Update(done, total); },
+                     .calibration = std::move(calibration)}) {}
 HandoffQuality::~HandoffQuality() = default;
 
 Result<PageCodecs> HandoffQuality::Choose(const PageCodecs& kv) {

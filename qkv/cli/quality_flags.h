@@ -26,7 +26,9 @@ struct QualityFlags {
 // One model's gate, by these flags. Says on stderr what it finds amiss, and on a terminal how far it is.
 class HandoffQuality {
  public:
-  HandoffQuality(const QualityFlags& flags, std::shared_ptr<const Model> model, int n_threads);
+  // calibration: of --bal, or null.
+  HandoffQuality(const QualityFlags& flags, std::shared_ptr<const Model> model, int n_threads,
+                 std::shared_ptr<const Calibration> calibration = {});
   ~HandoffQuality();
 
   // What is to be written where `kv` was asked for: itself, or with "enforce" the next better preset that is within its

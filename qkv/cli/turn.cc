@@ -97,7 +97,9 @@ int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const Qu
   if (!model) return Fail(model.error());
   (*model)->identity();  // digests now: a handoff then takes no longer than it must
   const std::chrono::duration<double, std::milli> load_ms = std::chrono::steady_clock::now() - start;
-  HandoffQuality checks(quality, *model, ThreadsOf(model_options));
+  const auto calibration = CalibrationOf(model_options, **model);
+  if (!calibration) return Fail(calibration.error());
+  HandoffQuality checks(quality, *model, ThreadsOf(model_options), *calibration);
   auto kv = ChooseCodecs(model_options, model->get());
   if (kv) kv = checks.Choose(*kv);
   if (!kv) return Fail(kv.error());

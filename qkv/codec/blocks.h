@@ -16,6 +16,8 @@
 //                 i4z, i4-channel  value = scale*u + minimum, the product and the sum each rounded to fp32
 //   3 … 7       planes of w, in the order of i8         the same              then scale [32 t]
 //                 value = scale * c, c = 2w + 1 - 2^bits: an odd signed byte, so that all widths are i8 once expanded
+//   5/3         K: planes of w: [first half of D] upper 4 bits, [second half] upper 2, [D] lowest bit; then scale [32 t]
+//                 value = scale * c, c = 2w - 31 in the first half, 4 * (2w - 7) in the second
 //   8           as i8
 //   pq4, pq2    K [D/4][32 t][2 pairs]              V [16][D/2 pairs][2 t]    numbers of centroids, of pair m = channels
 //                 m, D/2 + m: pq4 u8 · pq2 a plane of 4 bits                  then scale [32 t]
@@ -29,6 +31,7 @@
 // i4's K byte p,t,j: low nibble = channel 4p+j, high nibble = channel D/2+4p+j. i4's V dword of 8 tokens and channel c:
 // bits 0..15 = nibbles of tokens 0,2,4,6, bits 16..31 = of tokens 1,3,5,7.
 
+#include <array>
 #include <cstddef>
 
 #include "qkv/codec/codec.h"
@@ -113,15 +116,37 @@ constexpr int I4VShift(int t) {
   return t / 2 % 2 * 4;
 }
 
-// 3 to 8, pq4, pq2: rows in the rotated frame (codec/frame.h).
+// 3 to 8, 5/3, pq4, pq2: rows in the rotated frame (codec/frame.h).
 constexpr bool IsRotated(CodecId id) {
-  return (id >= CodecId::k3 && id <= CodecId::kPq4) || id == CodecId::kPq2 || id == CodecId::kLayers;
+  return (id >= CodecId::k3 && id <= CodecId::kBands) || id == CodecId::kPq2 || id == CodecId::kLayers;
 }
-constexpr int RotatedBits(CodecId id) {  // of k3 … k8, and of the refinement plane
-  return id == CodecId::kRefine4 ? 4 : static_cast<int>(id) - static_cast<int>(CodecId::k3) + 3;
+// Of k3 … k8 and of the refinement plane; of kBands, on average.
+constexpr int RotatedBits(CodecId id) {
+  const bool four = id == CodecId::kRefine4 || id == CodecId::kBands;
+  return four ? 4 : static_cast<int>(id) - static_cast<int>(CodecId::k3) + 3;
 }
 constexpr int FirstPlaneBits(int bits) {
   return bits == 3 ? 2 : 4;
+}
+// Channels first to end - 1, in codes of `bits` bits; value = scale * unit * code. Encoders divide values by the unit, and
+// weigh errors so.
+struct Band {
+  int first;
+  int end;
+  int bits;
+  int unit;
+};
+// Of kBands two; of other mid-rise codecs one, and a second one without channels.
+constexpr std::array<Band, 2> BandsOf(CodecId id, int head_dim) {
+  if (id == CodecId::kBands) return {Band{0, head_dim / 2, 5, 1}, Band{head_dim / 2, head_dim, 3, 4}};
+  return {Band{0, head_dim, RotatedBits(id), 1}, Band{head_dim, head_dim, 1, 1}};
+}
+// kBands: where a plane starts.
+constexpr size_t BandsUpper3Offset(int head_dim) {
+  return 8 * Size(head_dim);
+}
+constexpr size_t BandsLowestOffset(int head_dim) {
+  return 12 * Size(head_dim);
 }
 // The scales that an encoder tries before it fits the best one: the step, as a part of largest magnitude / largest code.
 inline constexpr float kClipFactors[] = {1.0f, 0.93f, 0.86f, 0.79f, 0.72f};
@@ -180,6 +205,7 @@ constexpr size_t BlockBytes(CodecId id, int head_dim) {
     case CodecId::k6:
     case CodecId::k7:
     case CodecId::k8:
+    case CodecId::kBands:
     case CodecId::kRefine4: return RotatedBytes(RotatedBits(id), head_dim);
     case CodecId::kPq4:
     case CodecId::kPq2: return PqScaleOffset(PqCentroids(id), head_dim) + 2 * kPageTokens;

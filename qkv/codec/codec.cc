@@ -22,7 +22,7 @@ size_t BlockBytes(int head_dim) {
 
 template <CodecId kId>
 constexpr Codec Row(std::string_view name, std::string_view description) {
-  return {kId, name, description, blocks::IsRotated(kId), blocks::IsPq(kId), BlockBytes<kId>};
+  return {kId, name, description, blocks::IsRotated(kId), blocks::IsPq(kId), kId == CodecId::kBands, BlockBytes<kId>};
 }
 
 constexpr std::array kCodecs = {
@@ -39,6 +39,7 @@ constexpr std::array kCodecs = {
     Row<CodecId::k7>("7", "7 bits, rotated, one scale per token"),
     Row<CodecId::k8>("8", "8 bits, rotated, one scale per token"),
     Row<CodecId::kPq4>("pq4", "4 bits, rotated, pairs of channels by a learned codebook, one scale per token"),
+    Row<CodecId::kBands>("5/3", "keys behind a calibration (--bal) only: 5 and 3 bits, rotated, one scale per token"),
     Row<CodecId::kI4Channel>("i4-channel", "4 bits, one scale and one minimum per channel of a page's head"),
     Row<CodecId::kPq2>("pq2", "as pq4, 2 bits"),
 };
@@ -111,6 +112,7 @@ Result<CodecPair> ParseSides(std::string_view text) {
 
 void Codec::encode(Side side, const float* rows, int tokens, int head_dim, std::byte* block, const PqBook* book) const {
   QKV_CHECK(blocks::IsHeadDim(head_dim) && tokens >= 1 && tokens <= kPageTokens);
+  QKV_CHECK(!keys_only || side == Side::kK);
   if (!needs_book) return simd::Encode(id, side, rows, tokens, head_dim, block);
   QKV_CHECK(book != nullptr);
   PqEncode(side, rows, tokens, head_dim, *book, block);
@@ -118,6 +120,7 @@ void Codec::encode(Side side, const float* rows, int tokens, int head_dim, std::
 
 void Codec::unpack(Side side, const std::byte* block, int head_dim, float* panel, const PqBook* book) const {
   QKV_CHECK(blocks::IsHeadDim(head_dim));
+  QKV_CHECK(!keys_only || side == Side::kK);
   if (!needs_book) return simd::Unpack(id, side, block, head_dim, panel);
   QKV_CHECK(book != nullptr);
   PqUnpack(side, block, head_dim, *book, panel);
@@ -162,8 +165,9 @@ double BitsPerValue(const Codec& codec, int head_dim) {
 }
 
 bool TakesRefinement(CodecPair codecs) {
-  return std::ranges::all_of(std::array{codecs.k, codecs.v},
-                             [](CodecId id) { return id >= CodecId::k3 && id <= CodecId::k8; });
+  return std::ranges::all_of(std::array{codecs.k, codecs.v}, [](CodecId id) {
+    return (id >= CodecId::k3 && id <= CodecId::k8) || id == CodecId::kBands;
+  });
 }
 
 bool NeedsBooks(CodecPair codecs) {
@@ -183,8 +187,12 @@ Result<CodecPair> ParseCodecPair(std::string_view text) {
     QKV_ASSIGN_OR_RETURN(pair, ParseName(refine ? text.substr(0, text.size() - kRefinementMark.size()) : text));
     pair.refine = refine;
   }
+  if (const Codec& v = CodecOf(pair.v); v.keys_only) {
+    return Err(Code::kInvalidArgument, "codec pair '{}': {} is for keys only, as in k={},v=4", Shown(text), v.name,
+               v.name);
+  }
   if (pair.refine && !TakesRefinement(pair)) {
-    return Err(Code::kInvalidArgument, "codec pair '{}': a refinement plane goes with the codecs 3 to 8 only",
+    return Err(Code::kInvalidArgument, "codec pair '{}': a refinement plane goes with the codecs 3 to 8 and 5/3 only",
                Shown(text));
   }
   return pair;

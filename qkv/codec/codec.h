@@ -50,7 +50,8 @@ enum class CodecId : uint8_t {
   // Product quantization (codec/pq.h), rotated as well: pairs of channels as the number of the nearest centroid of a
   // codebook, one fp16 scale per token.
   kPq4 = 14,  // 256 centroids, 4 bits per value
-  // 15 is set aside for two bands of bits.
+
+  kBands = 15,  // K behind a calibration only: 5 bits for the channels of largest variance, 3 for the others
 
   kI4Channel = 16,  // as kI4Z, one fp16 scale and fp16 minimum per channel of the block
   kPq2 = 17,        // as kPq4, 16 centroids, 2 bits per value
@@ -64,6 +65,7 @@ struct Codec {
   std::string_view description;  // one line for --help and docs
   bool rotated;                  // the rows that encode takes, and decode and unpack give, are in the rotated frame
   bool needs_book;               // encode, decode and unpack need the block's codebook; other codecs do not look at it
+  bool keys_only;                // V cannot be kept in it: the functions below take no other side than K
 
   // Exact bytes of a block of 32 tokens, a multiple of 64. A partial block takes the same room.
   size_t (*block_bytes)(int head_dim);

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "qkv/codec/frame.h"
 
+#include <algorithm>
 #include <array>
 
 #include "qkv/base/error.h"
@@ -29,15 +30,19 @@ constexpr Signs kSigns = [] {
   return signs;
 }();
 
-// 1/sqrt(16), …, 1/sqrt(256), rounded to fp32.
+// 1/sqrt(8), …, 1/sqrt(256), rounded to fp32.
 float Gain(int run) {
-  return run == 16 ? 0.25f : run == 32 ? 0.17677669f : run == 64 ? 0.125f : run == 128 ? 0.088388346f : 0.0625f;
+  return run == 8     ? 0.35355338f
+         : run == 16  ? 0.25f
+         : run == 32  ? 0.17677669f
+         : run == 64  ? 0.125f
+         : run == 128 ? 0.088388346f
+                      : 0.0625f;
 }
 
 #if HWY_TARGET == HWY_SCALAR
 
-void Transform(float* x, int head_dim, const float* before, const float* after) {
-  const int run = RotationRun(head_dim);
+void Transform(float* x, int head_dim, int run, const float* before, const float* after) {
   for (int i = 0; i < head_dim && before != nullptr; ++i) x[i] *= before[i];
   for (int distance = 1; distance < run; distance *= 2) {
     for (int i = 0; i < head_dim; ++i) {
@@ -69,16 +74,16 @@ constexpr InVector kInVector = [] {
 
 // H of x, times `before` first and times `after` last, where they are given. Vectors are stored and loaded at one width
 // only: a wide load of what narrow stores have just written has to wait for them.
-void Transform(float* x, int head_dim, const float* before, const float* after) {
+void Transform(float* x, int head_dim, int run, const float* before, const float* after) {
   const hn::CappedTag<float, 16> d;
-  const int lanes = static_cast<int>(hn::Lanes(d)), run = RotationRun(head_dim);
+  const int lanes = static_cast<int>(hn::Lanes(d));
   const auto flip1 = hn::Load(d, kInVector.flips[0]), flip2 = hn::Load(d, kInVector.flips[1]);
   for (int i = 0; i < head_dim; i += lanes) {
     auto v = hn::LoadU(d, x + i);
     if (before != nullptr) v = hn::Mul(v, hn::LoadU(d, before + i));
     v = hn::Add(hn::Shuffle2301(v), hn::Xor(v, flip1));
     v = hn::Add(hn::Shuffle1032(v), hn::Xor(v, flip2));
-    for (int step = 0; 4 << step < lanes; ++step) {
+    for (int step = 0; 4 << step < std::min(lanes, run); ++step) {
       const auto partner = hn::TableLookupLanes(v, hn::SetTableIndices(d, kInVector.partners[step]));
       v = hn::Add(partner, hn::Xor(v, hn::Load(d, kInVector.flips[2 + step])));
     }
@@ -103,15 +108,15 @@ void Transform(float* x, int head_dim, const float* before, const float* after) 
 
 #endif
 
-void RotateRow(float* x, int head_dim) {
-  Transform(x, head_dim, kSigns.value.data(), nullptr);
+void RotateRow(float* x, int head_dim, bool bands) {
+  Transform(x, head_dim, RotationRun(head_dim, bands), kSigns.value.data(), nullptr);
 }
 
-void RotateRowBack(float* x, int head_dim) {
-  Transform(x, head_dim, nullptr, kSigns.value.data());
+void RotateRowBack(float* x, int head_dim, bool bands) {
+  Transform(x, head_dim, RotationRun(head_dim, bands), nullptr, kSigns.value.data());
 }
 
-void RotateRows(const float* rows, int n, int head_dim, const float* mean, float* out) {
+void RotateRows(const float* rows, int n, int head_dim, const float* mean, float* out, bool bands) {
   const hn::CappedTag<float, 16> d;
   const auto low = hn::Set(d, -kHalfMax), high = hn::Set(d, kHalfMax);
   for (int r = 0; r < n; ++r, rows += head_dim, out += head_dim) {
@@ -121,17 +126,17 @@ void RotateRows(const float* rows, int n, int head_dim, const float* mean, float
       if (mean != nullptr) x = hn::Sub(x, hn::LoadU(d, mean + c));
       hn::StoreU(x, d, out + c);
     }
-    RotateRow(out, head_dim);
+    RotateRow(out, head_dim, bands);
   }
 }
 
-void RotateRowsBack(const float* rows, int n, int head_dim, const float* mean, float* out) {
+void RotateRowsBack(const float* rows, int n, int head_dim, const float* mean, float* out, bool bands) {
   const hn::CappedTag<float, 16> d;
   for (int r = 0; r < n; ++r, rows += head_dim, out += head_dim) {
     if (out != rows) {
       for (size_t c = 0; c < blocks::Size(head_dim); c += hn::Lanes(d)) hn::StoreU(hn::LoadU(d, rows + c), d, out + c);
     }
-    RotateRowBack(out, head_dim);
+    RotateRowBack(out, head_dim, bands);
     if (mean == nullptr) continue;
     for (size_t c = 0; c < blocks::Size(head_dim); c += hn::Lanes(d)) {
       hn::StoreU(hn::Add(hn::LoadU(d, out + c), hn::LoadU(d, mean + c)), d, out + c);
@@ -152,24 +157,24 @@ HWY_EXPORT(RotateRows);
 HWY_EXPORT(RotateRowsBack);
 }  // namespace frame
 
-void ToRotated(const float* rows, int n, int head_dim, const float* mean, float* out) {
+void ToRotated(const float* rows, int n, int head_dim, const float* mean, float* out, bool bands) {
   QKV_CHECK(blocks::IsHeadDim(head_dim));
-  HWY_DYNAMIC_DISPATCH(frame::RotateRows)(rows, n, head_dim, mean, out);
+  HWY_DYNAMIC_DISPATCH(frame::RotateRows)(rows, n, head_dim, mean, out, bands);
 }
 
-void FromRotated(const float* rows, int n, int head_dim, const float* mean, float* out) {
+void FromRotated(const float* rows, int n, int head_dim, const float* mean, float* out, bool bands) {
   QKV_CHECK(blocks::IsHeadDim(head_dim));
-  HWY_DYNAMIC_DISPATCH(frame::RotateRowsBack)(rows, n, head_dim, mean, out);
+  HWY_DYNAMIC_DISPATCH(frame::RotateRowsBack)(rows, n, head_dim, mean, out, bands);
 }
 
-void Rotate(float* vector, int head_dim) {
+void Rotate(float* vector, int head_dim, bool bands) {
   QKV_CHECK(blocks::IsHeadDim(head_dim));
-  HWY_DYNAMIC_DISPATCH(frame::RotateRow)(vector, head_dim);
+  HWY_DYNAMIC_DISPATCH(frame::RotateRow)(vector, head_dim, bands);
 }
 
 void RotateBack(float* vector, int head_dim) {
   QKV_CHECK(blocks::IsHeadDim(head_dim));
-  HWY_DYNAMIC_DISPATCH(frame::RotateRowBack)(vector, head_dim);
+  HWY_DYNAMIC_DISPATCH(frame::RotateRowBack)(vector, head_dim, false);
 }
 
 }  // namespace qkv

@@ -132,7 +132,7 @@ float DecodeI4(CodecId id, Side side, const std::byte* block, int t, int c, int 
   return grid.scale * static_cast<float>(u & 15) + grid.base;
 }
 
-// ---- 3 to 7, +4: docs/FORMAT.md §3.5 ----
+// ---- 3 to 7, +4, 5/3: docs/FORMAT.md §3.5 ----
 
 // Where a code's planes are; the refinement plane is one of 4 bits in an order of its own.
 template <class Plane>
@@ -142,6 +142,16 @@ void ForEachPlane(CodecId id, Side side, int t, int c, int head_dim, const Plane
     return;
   }
   const size_t i = I8Offset(side, t, c, head_dim);
+  if (id == CodecId::kBands) {
+    if (c < head_dim / 2) {
+      plane(4, blocks::PlaneOffset(4, i), blocks::PlaneShift(4, i));
+    } else {
+      const size_t in_half = i - I8Offset(side, 0, head_dim / 2, head_dim);
+      plane(2, blocks::BandsUpper3Offset(head_dim) + blocks::PlaneOffset(2, in_half), blocks::PlaneShift(2, in_half));
+    }
+    plane(1, blocks::BandsLowestOffset(head_dim) + blocks::PlaneOffset(1, i), blocks::PlaneShift(1, i));
+    return;
+  }
   size_t start = 0;
   int left = blocks::RotatedBits(id);
   for (int bits = blocks::FirstPlaneBits(left); left > 0; bits /= 2) {
@@ -153,28 +163,38 @@ void ForEachPlane(CodecId id, Side side, int t, int c, int head_dim, const Plane
 }
 
 void EncodeRotated(CodecId id, Side side, const float* rows, int tokens, int head_dim, std::byte* block) {
-  const int bits = blocks::RotatedBits(id);
-  const float largest_code = static_cast<float>((1 << bits) - 1);
-  const auto odd_code = [&](float value, float inverse) {
+  const auto bands = blocks::BandsOf(id, head_dim);
+  const auto odd_code = [&](float value, float inverse, int bits) {
     const float half_range = static_cast<float>(1 << (bits - 1));
     return 2 * std::clamp(std::floor(value * inverse), -half_range, half_range - 1) + 1;
   };
   for (int t = 0; t < tokens; ++t) {
-    const float* x = rows + t * head_dim;
-    float largest = 0;
-    for (int c = 0; c < head_dim; ++c) largest = std::max(largest, std::abs(Sanitized(x[c])));
+    std::array<float, kMaxHeadDim> x;  // in units
+    std::array<float, 2> largest = {};
+    for (size_t b = 0; b < bands.size(); ++b) {
+      for (int c = bands[b].first; c < bands[b].end; ++c) {
+        x[c] = Sanitized(rows[t * head_dim + c]) / static_cast<float>(bands[b].unit);
+        largest[b] = std::max(largest[b], std::abs(x[c]));
+      }
+    }
+    const auto step_of = [&](size_t b, float clip) {
+      return clip * largest[b] / static_cast<float>((1 << bands[b].bits) - 1);
+    };
 
     float best_gain = 0, best_inverse = 0;
     uint16_t best_scale = 0;
     for (const float clip : blocks::kClipFactors) {
-      const float step = FloatFromHalf(StoredHalf(clip * largest / largest_code));  // half of the width of a cell
+      // Half of the width of a cell.
+      const float step = FloatFromHalf(StoredHalf(std::max(step_of(0, clip), step_of(1, clip))));
       if (step == 0) continue;
       const float inverse = 0.5f / step;
       float products = 0, squares = 0;  // of values and codes; of codes, an integer
-      for (int c = 0; c < head_dim; ++c) {
-        const float code = odd_code(Sanitized(x[c]), inverse);
-        products += Sanitized(x[c]) * code;
-        squares += code * code;
+      for (const blocks::Band& band : bands) {
+        for (int c = band.first; c < band.end; ++c) {
+          const float code = odd_code(x[c], inverse, band.bits);
+          products += x[c] * code;
+          squares += code * code;
+        }
       }
       const uint16_t stored = StoredHalf(products / squares);
       const float scale = FloatFromHalf(stored);
@@ -184,26 +204,29 @@ void EncodeRotated(CodecId id, Side side, const float* rows, int tokens, int hea
     }
     if (best_scale == 0) continue;
 
-    StoreHalf(best_scale, block + blocks::RotatedScaleOffset(bits, head_dim) + 2 * t);
-    for (int c = 0; c < head_dim; ++c) {
-      const int w = (static_cast<int>(odd_code(Sanitized(x[c]), best_inverse)) + (1 << bits) - 1) / 2;
-      int left = bits;
-      ForEachPlane(id, side, t, c, head_dim, [&](int plane_bits, size_t at, int shift) {
-        left -= plane_bits;
-        block[at] |= static_cast<std::byte>((w >> left & ((1 << plane_bits) - 1)) << shift);
-      });
+    StoreHalf(best_scale, block + blocks::RotatedScaleOffset(blocks::RotatedBits(id), head_dim) + 2 * t);
+    for (const blocks::Band& band : bands) {
+      for (int c = band.first; c < band.end; ++c) {
+        const int w = (static_cast<int>(odd_code(x[c], best_inverse, band.bits)) + (1 << band.bits) - 1) / 2;
+        int left = band.bits;
+        ForEachPlane(id, side, t, c, head_dim, [&](int plane_bits, size_t at, int shift) {
+          left -= plane_bits;
+          block[at] |= static_cast<std::byte>((w >> left & ((1 << plane_bits) - 1)) << shift);
+        });
+      }
     }
   }
 }
 
 float DecodeRotated(CodecId id, Side side, const std::byte* block, int t, int c, int head_dim) {
-  const int bits = blocks::RotatedBits(id);
+  const auto bands = blocks::BandsOf(id, head_dim);
+  const blocks::Band band = c < bands[0].end ? bands[0] : bands[1];
   int w = 0;
   ForEachPlane(id, side, t, c, head_dim, [&](int plane_bits, size_t at, int shift) {
     w = w << plane_bits | (std::to_integer<int>(block[at]) >> shift & ((1 << plane_bits) - 1));
   });
-  const float scale = LoadHalf(block + blocks::RotatedScaleOffset(bits, head_dim) + 2 * t);
-  return scale * static_cast<float>(2 * w + 1 - (1 << bits)) + 0.0f;  // not -0 where the scale is 0
+  const float scale = LoadHalf(block + blocks::RotatedScaleOffset(blocks::RotatedBits(id), head_dim) + 2 * t);
+  return scale * static_cast<float>(band.unit * (2 * w + 1 - (1 << band.bits))) + 0.0f;  // not -0 where the scale is 0
 }
 
 float Value(CodecId id, Side side, const std::byte* block, int t, int c, int head_dim) {
@@ -224,6 +247,7 @@ float Value(CodecId id, Side side, const std::byte* block, int t, int c, int hea
     case CodecId::k5:
     case CodecId::k6:
     case CodecId::k7:
+    case CodecId::kBands:
     case CodecId::kRefine4: return DecodeRotated(id, side, block, t, c, head_dim);
     case CodecId::kPq4:
     case CodecId::kPq2: break;  // codec/pq.h
@@ -256,6 +280,7 @@ void Encode(CodecId id, Side side, const float* rows, int tokens, int head_dim, 
     case CodecId::k5:
     case CodecId::k6:
     case CodecId::k7:
+    case CodecId::kBands:
     case CodecId::kRefine4: EncodeRotated(id, side, rows, tokens, head_dim, block); break;
     case CodecId::kPq4:
     case CodecId::kPq2: break;

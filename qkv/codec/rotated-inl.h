@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The codecs 3 to 7 and +4 with SIMD; only codec/simd.cc includes it. The lanes of a vector are tokens: the sums of a
-// token then run over channels one after the other, as in the reference, whatever the vector's length.
+// The codecs 3 to 7, +4 and 5/3 with SIMD; only codec/simd.cc includes it. The lanes of a vector are tokens: the sums of
+// a token then run over channels one after the other, as in the reference, whatever the vector's length.
 
 #if defined(QKV_CODEC_ROTATED_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_CODEC_ROTATED_INL_H_
@@ -11,6 +11,7 @@
 #define QKV_CODEC_ROTATED_INL_H_
 #endif
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -58,27 +59,36 @@ hn::Vec<D> RoundedToHalf(D d, hn::Vec<D> values) {
   return hn::PromoteTo(d, hn::DemoteTo(dhalf, values));
 }
 
-// One vector's tokens of a panel: their best scales go to `scales` (halves), and the codes w to codes [head_dim][32].
-void EncodeTokens(const float* panel, int head_dim, int bits, uint8_t* scales, uint8_t* codes) {
+// One vector's tokens of a panel, values in units of their bands: their best scales go to `scales` (halves), and the codes w
+// to codes [head_dim][32].
+void EncodeTokens(const float* panel, const std::array<blocks::Band, 2>& bands, uint8_t* scales, uint8_t* codes) {
   const Wide d;
   const hn::Rebind<int32_t, Wide> d32;
   const hn::Rebind<uint8_t, Wide> d8;
   const auto zero = hn::Zero(d), one = hn::Set(d, 1.0f);
-  const auto half_range = hn::Set(d, static_cast<float>(1 << (bits - 1)));
-  const auto lowest = hn::Neg(half_range), highest = hn::Sub(half_range, one);
-
-  auto largest = zero;
-  for (int c = 0; c < head_dim; ++c) largest = hn::Max(largest, hn::Abs(hn::Load(d, panel + c * kPageTokens)));
+  const auto largest_of = [&](const blocks::Band& band) HWY_ATTR {
+    auto largest = zero;
+    for (int c = band.first; c < band.end; ++c) {
+      largest = hn::Max(largest, hn::Abs(hn::Load(d, panel + c * kPageTokens)));
+    }
+    return largest;
+  };
+  const auto largest0 = largest_of(bands[0]), largest1 = largest_of(bands[1]);
 
   const auto step_of = [&](float clip) HWY_ATTR {
-    const auto range = hn::Set(d, static_cast<float>((1 << bits) - 1));
-    return RoundedToHalf(d, hn::Div(hn::Mul(hn::Set(d, clip), largest), range));
+    const auto of_band = [&](auto largest, const blocks::Band& band) HWY_ATTR {
+      return hn::Div(hn::Mul(hn::Set(d, clip), largest), hn::Set(d, static_cast<float>((1 << band.bits) - 1)));
+    };
+    return RoundedToHalf(d, hn::Max(of_band(largest0, bands[0]), of_band(largest1, bands[1])));
   };
   const auto inverse_of = [&](auto step) HWY_ATTR {
     return hn::IfThenZeroElse(hn::Eq(step, zero), hn::Div(hn::Set(d, 0.5f), step));
   };
-  const auto cell = [&](auto value, auto inverse)
-                        HWY_ATTR { return hn::Min(hn::Max(hn::Floor(hn::Mul(value, inverse)), lowest), highest); };
+  const auto cell = [&](auto value, auto inverse, auto half_range) HWY_ATTR {
+    return hn::Min(hn::Max(hn::Floor(hn::Mul(value, inverse)), hn::Neg(half_range)), hn::Sub(half_range, one));
+  };
+  const auto half_range_of = [&](const blocks::Band& band)
+                                 HWY_ATTR { return hn::Set(d, static_cast<float>(1 << (band.bits - 1))); };
 
   auto best_gain = zero, best_inverse = zero, best_scale = zero;
   // Without a step the inverse is 0, and so the gain shall be.
@@ -91,8 +101,8 @@ void EncodeTokens(const float* panel, int head_dim, int bits, uint8_t* scales, u
     best_inverse = hn::IfThenElse(better, inverse, best_inverse);
     best_scale = hn::IfThenElse(better, scale, best_scale);
   };
-  const auto add = [&](auto value, auto inverse, auto& products, auto& squares) HWY_ATTR {
-    const auto u = cell(value, inverse);
+  const auto add = [&](auto value, auto inverse, auto half_range, auto& products, auto& squares) HWY_ATTR {
+    const auto u = cell(value, inverse, half_range);
     const auto code = hn::Add(hn::Add(u, u), one);
     products = hn::Add(products, hn::Mul(value, code));
     squares = hn::Add(squares, hn::Mul(code, code));
@@ -104,11 +114,14 @@ void EncodeTokens(const float* panel, int head_dim, int bits, uint8_t* scales, u
     const auto i0 = inverse_of(step_of(blocks::kClipFactors[0])), i1 = inverse_of(step_of(blocks::kClipFactors[1])),
                i2 = inverse_of(step_of(blocks::kClipFactors[2]));
     auto p0 = zero, p1 = zero, p2 = zero, s0 = zero, s1 = zero, s2 = zero;
-    for (int c = 0; c < head_dim; ++c) {
-      const auto value = hn::Load(d, panel + c * kPageTokens);
-      add(value, i0, p0, s0);
-      add(value, i1, p1, s1);
-      add(value, i2, p2, s2);
+    for (const blocks::Band& band : bands) {
+      const auto half_range = half_range_of(band);
+      for (int c = band.first; c < band.end; ++c) {
+        const auto value = hn::Load(d, panel + c * kPageTokens);
+        add(value, i0, half_range, p0, s0);
+        add(value, i1, half_range, p1, s1);
+        add(value, i2, half_range, p2, s2);
+      }
     }
     consider(i0, p0, s0);
     consider(i1, p1, s1);
@@ -117,10 +130,13 @@ void EncodeTokens(const float* panel, int head_dim, int bits, uint8_t* scales, u
   {
     const auto i3 = inverse_of(step_of(blocks::kClipFactors[3])), i4 = inverse_of(step_of(blocks::kClipFactors[4]));
     auto p3 = zero, p4 = zero, s3 = zero, s4 = zero;
-    for (int c = 0; c < head_dim; ++c) {
-      const auto value = hn::Load(d, panel + c * kPageTokens);
-      add(value, i3, p3, s3);
-      add(value, i4, p4, s4);
+    for (const blocks::Band& band : bands) {
+      const auto half_range = half_range_of(band);
+      for (int c = band.first; c < band.end; ++c) {
+        const auto value = hn::Load(d, panel + c * kPageTokens);
+        add(value, i3, half_range, p3, s3);
+        add(value, i4, half_range, p4, s4);
+      }
     }
     consider(i3, p3, s3);
     consider(i4, p4, s4);
@@ -128,10 +144,13 @@ void EncodeTokens(const float* panel, int head_dim, int bits, uint8_t* scales, u
 
   StoreHalves(d, best_scale, scales);
   const auto without_scale = hn::Eq(best_scale, zero);
-  for (int c = 0; c < head_dim; ++c) {
-    const auto u = cell(hn::Load(d, panel + c * kPageTokens), best_inverse);
-    const auto w = hn::IfThenZeroElse(without_scale, hn::Add(u, half_range));
-    hn::StoreU(hn::DemoteTo(d8, hn::ConvertTo(d32, w)), d8, codes + c * kPageTokens);
+  for (const blocks::Band& band : bands) {
+    const auto half_range = half_range_of(band);
+    for (int c = band.first; c < band.end; ++c) {
+      const auto u = cell(hn::Load(d, panel + c * kPageTokens), best_inverse, half_range);
+      const auto w = hn::IfThenZeroElse(without_scale, hn::Add(u, half_range));
+      hn::StoreU(hn::DemoteTo(d8, hn::ConvertTo(d32, w)), d8, codes + c * kPageTokens);
+    }
   }
 }
 
@@ -172,9 +191,14 @@ HWY_MAYBE_UNUSED void EncodeRotated(CodecId id, Side side, const float* rows, in
   alignas(64) uint8_t codes[kMaxHeadDim * kPageTokens];
   alignas(64) uint8_t ordered[kMaxHeadDim * kPageTokens];
   TransposeRows<true>(rows, tokens, head_dim, panel);
+  const auto bands = blocks::BandsOf(id, head_dim);
+  for (size_t i = Size(bands[1].first * kPageTokens); i < Size(bands[1].end * kPageTokens); i += hn::Lanes(Wide())) {
+    const auto unit = hn::Set(Wide(), 1.0f / static_cast<float>(bands[1].unit));
+    hn::Store(hn::Mul(hn::Load(Wide(), panel + i), unit), Wide(), panel + i);
+  }
   uint8_t* scales = block + blocks::RotatedScaleOffset(bits, head_dim);
   for (size_t t = 0; t < kPageTokens; t += hn::Lanes(Wide())) {
-    EncodeTokens(panel + t, head_dim, bits, scales + 2 * t, codes + t);
+    EncodeTokens(panel + t, bands, scales + 2 * t, codes + t);
   }
   if (side == Side::kK && id != CodecId::kRefine4) {
     InterleaveChannels(codes, head_dim, ordered);
@@ -184,6 +208,8 @@ HWY_MAYBE_UNUSED void EncodeRotated(CodecId id, Side side, const float* rows, in
   }
   if (id == CodecId::kRefine4) {
     PackRefinement(ordered, head_dim, block);
+  } else if (id == CodecId::kBands) {
+    planes::HWY_NAMESPACE::PackBands(ordered, head_dim, block);
   } else {
     planes::HWY_NAMESPACE::PackPlanes(bits, ordered, Size(kPageTokens * head_dim), block);
   }
@@ -221,7 +247,11 @@ HWY_MAYBE_UNUSED void UnpackRotated(CodecId id, Side side, const uint8_t* block,
   const int bits = blocks::RotatedBits(id);
   alignas(64) int8_t codes[kPageTokens * kMaxHeadDim];
   alignas(64) float scales[kPageTokens];
-  planes::HWY_NAMESPACE::ExpandPlanes(bits, block, Size(kPageTokens * head_dim), codes);
+  if (id == CodecId::kBands) {
+    planes::HWY_NAMESPACE::ExpandBands(block, head_dim, codes);
+  } else {
+    planes::HWY_NAMESPACE::ExpandPlanes(bits, block, Size(kPageTokens * head_dim), codes);
+  }
   for (size_t t = 0; t < kPageTokens; t += hn::Lanes(d)) {
     hn::Store(LoadHalves(d, block + blocks::RotatedScaleOffset(bits, head_dim) + 2 * t), d, scales + t);
   }

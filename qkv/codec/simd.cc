@@ -397,6 +397,7 @@ void EncodeBlock(CodecId id, Side side, const float* rows, int tokens, int head_
     case CodecId::k5:
     case CodecId::k6:
     case CodecId::k7:
+    case CodecId::kBands:
     case CodecId::kRefine4: EncodeRotated(id, side, rows, tokens, head_dim, to); break;
     case CodecId::kPq4:
     case CodecId::kPq2: break;  // codec/pq.h
@@ -420,6 +421,7 @@ void UnpackBlock(CodecId id, Side side, const std::byte* block, int head_dim, fl
     case CodecId::k5:
     case CodecId::k6:
     case CodecId::k7:
+    case CodecId::kBands:
     case CodecId::kRefine4: UnpackRotated(id, side, from, head_dim, panel); break;
     case CodecId::kPq4:
     case CodecId::kPq2: break;

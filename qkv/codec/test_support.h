@@ -2,17 +2,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// For tests and benches only: a block's memory, halves by their definition, codebooks, and random numbers.
+// For tests and benches only: a block's memory, halves by their definition, codebooks, random numbers, and rows of all
+// kinds.
 
 #include <algorithm>
+#include <bit>
+#include <cfloat>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "qkv/codec/codec.h"
@@ -21,6 +27,9 @@
 namespace qkv::test {
 
 inline constexpr Side kSides[] = {Side::kK, Side::kV};
+inline std::span<const Side> SidesOf(CodecId id) {
+  return std::span(kSides).first(id == CodecId::kBands ? 1 : 2);
+}
 
 inline double HalfValue(uint16_t half) {
   const int exponent = (half >> 10) & 31;
@@ -29,11 +38,12 @@ inline double HalfValue(uint16_t half) {
   return half & 0x8000 ? -magnitude : magnitude;
 }
 
-// Of a code, for 3 to 7 and the refinement plane; 0 for all others.
+// Of a code, for 3 to 7, 5/3 and the refinement plane; 0 for all others.
 inline int PlaneBits(CodecId id) {
   switch (id) {
     case CodecId::k3: return 3;
     case CodecId::k4:
+    case CodecId::kBands:  // on average
     case CodecId::kRefine4: return 4;
     case CodecId::k5: return 5;
     case CodecId::k6: return 6;
@@ -94,6 +104,47 @@ inline uint64_t Seed() {
     return value;
   }();
   return seed;
+}
+
+// Rows that codecs meet, and some that they should survive.
+struct Data {
+  const char* name;
+  std::function<float(std::mt19937_64&, int t, int c)> value;
+};
+
+inline std::vector<Data> AllData() {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  return {
+      {"zeros", [](auto&, int, int) { return 0.0f; }},
+      {"signed zeros", [](auto&, int t, int c) { return (t + c) % 3 == 0 ? -0.0f : 0.0f; }},
+      {"constant", [](auto&, int, int) { return 0.7f; }},
+      {"gaussian", [](auto& random, int, int) { return Gaussian(random); }},
+      {"far from zero", [](auto& random, int, int) { return -31.5f + 0.01f * Gaussian(random); }},
+      {"outlier channel", [](auto& random, int, int c) { return Gaussian(random) * (c == 5 ? 120.0f : 1.0f); }},
+      {"both extremes", [](auto&, int t, int c) { return (c % 2 == 0 ? 1.0f : -1.0f) * static_cast<float>(1 + t); }},
+      {"ties",
+       [](auto& random, int, int c) { return c % 16 == 0 ? -127.0f : static_cast<float>(random() % 254) * 0.5f; }},
+      {"half denormals", [](auto& random, int, int) { return Gaussian(random) * 0x1p-20f; }},
+      {"denormals", [](auto& random, int, int) { return Gaussian(random) * 0x1p-130f; }},
+      {"largest floats", [](auto& random, int, int) { return random() % 2 == 0 ? FLT_MAX : -FLT_MAX; }},
+      {"largest halves", [](auto& random, int, int) { return random() % 2 == 0 ? 65504.0f : -65504.0f; }},
+      {"NaN and infinity",
+       [](auto& random, int, int) {
+         const uint64_t kind = random() % 8;
+         return kind == 0 ? kNan : kind == 1 ? kInf : kind == 2 ? -kInf : kind == 3 ? -kNan : Gaussian(random);
+       }},
+      {"any bits", [](auto& random, int, int) { return std::bit_cast<float>(static_cast<uint32_t>(random())); }},
+  };
+}
+
+inline std::vector<float> Rows(const Data& data, int tokens, int head_dim) {
+  std::mt19937_64 random(Seed() + static_cast<uint64_t>(head_dim));
+  std::vector<float> rows;
+  for (int t = 0; t < tokens; ++t) {
+    for (int c = 0; c < head_dim; ++c) rows.push_back(data.value(random, t, c));
+  }
+  return rows;
 }
 
 }  // namespace qkv::test

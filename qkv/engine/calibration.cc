@@ -36,21 +36,29 @@ struct FileHeader {
   uint32_t head_dim;
   uint32_t reserved;
   std::array<uint8_t, 16> model_digest;
-  std::array<uint8_t, 16> digest;  // XXH3-128 of the halves behind the header
+  std::array<uint8_t, 16> digest;  // XXH3-128 of the halves behind the header: per layer and KV head A and the spread
 };
 static_assert(sizeof(FileHeader) == 64 && std::is_trivially_copyable_v<FileHeader>);
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
+constexpr double kLargestSpread = 1024;
+constexpr double kBandsReach = 1.15;  // the best of those in docs/EVALUATION.md, Two bands
 
-std::array<uint8_t, 16> DigestOf(std::span<const uint16_t> halves) {
+std::array<uint8_t, 16> DigestOf(std::span<const uint16_t> halves, uint64_t seed) {
   XXH128_canonical_t canonical;
-  XXH128_canonicalFromHash(&canonical, XXH3_128bits(halves.data(), halves.size_bytes()));
+  XXH128_canonicalFromHash(&canonical, XXH3_128bits_withSeed(halves.data(), halves.size_bytes(), seed));
   std::array<uint8_t, 16> digest;
   std::copy_n(canonical.digest, digest.size(), digest.begin());
   return digest;
 }
 
 size_t CountOf(const Geometry& g) {
-  return size_t{1} * g.n_layers * g.n_kv_heads * g.head_dim * g.head_dim;
+  return size_t{1} * g.n_layers * g.n_kv_heads * (size_t{1} * g.head_dim * g.head_dim + 1);
+}
+
+// variances: of the balanced channels, descending.
+double SpreadOf(const Eigen::VectorXd& variances) {
+  const Eigen::Index half = variances.size() / 2;
+  return std::min(std::sqrt(variances.head(half).sum() / variances.tail(half).sum()), kLargestSpread);
 }
 
 }  // namespace
@@ -119,6 +127,7 @@ Result<Calibration> Calibration::Compute(const BalanceStatistics& statistics) {
     for (Eigen::Index i = 0; i < a.rows(); ++i) {
       for (Eigen::Index j = 0; j < a.cols(); ++j) halves.push_back(HalfFromFloat(static_cast<float>(a(i, j))));
     }
+    halves.push_back(HalfFromFloat(static_cast<float>(SpreadOf(root.reverse().array().square()))));
   }
   return FromHalves(geometry, std::move(halves));
 }
@@ -127,10 +136,15 @@ Result<Calibration> Calibration::FromHalves(const Geometry& geometry, std::vecto
   Calibration calibration;
   calibration.geometry_ = geometry;
   const int d = geometry.head_dim;
-  for (const uint16_t half : halves) calibration.keys_.push_back(FloatFromHalf(half));
-  for (size_t at = 0; at < halves.size(); at += static_cast<size_t>(d) * d) {
+  const size_t size = static_cast<size_t>(d) * d;
+  for (size_t at = 0; at < halves.size(); at += size + 1) {
+    for (size_t i = 0; i < size; ++i) calibration.keys_.push_back(FloatFromHalf(halves[at + i]));
+    const float spread = FloatFromHalf(halves[at + size]);
+    if (!(spread > 0 && spread <= kLargestSpread)) {
+      return Err(Code::kCorrupt, "the calibration has a spread of {}, expected one of 0 to {}", spread, kLargestSpread);
+    }
     const Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>> stored(
-        calibration.keys_.data() + at, d, d);
+        calibration.keys_.data() + calibration.keys_.size() - size, d, d);
     const Eigen::PartialPivLU<Matrix64> lu(stored.cast<double>());
     const Matrix64 inverse = lu.inverse();
     const double largest = inverse.cwiseAbs().maxCoeff();
@@ -141,9 +155,25 @@ Result<Calibration> Calibration::FromHalves(const Geometry& geometry, std::vecto
       for (Eigen::Index j = 0; j < d; ++j) calibration.queries_.push_back(static_cast<float>(inverse(j, i)));
     }
   }
-  calibration.digest_ = DigestOf(halves);
+  calibration.digest_ = DigestOf(halves, 0);
   calibration.halves_ = std::move(halves);
   return calibration;
+}
+
+Calibration Calibration::ForBands() const {
+  QKV_CHECK(!halves_.empty());
+  Calibration result = *this;
+  const size_t size = static_cast<size_t>(geometry_.head_dim) * geometry_.head_dim;
+  for (size_t head = 0; head < keys_.size() / size; ++head) {
+    const auto factor = static_cast<float>(FloatFromHalf(halves_[(head + 1) * (size + 1) - 1]) * kBandsReach);
+    for (size_t i = head * size + size / 2; i < (head + 1) * size; ++i) {
+      result.keys_[i] *= factor;
+      result.queries_[i] /= factor;
+    }
+  }
+  result.digest_ = DigestOf(halves_, static_cast<uint64_t>(CodecId::kBands));
+  result.halves_.clear();
+  return result;
 }
 
 std::string Calibration::digest_text() const {
@@ -166,6 +196,7 @@ std::string Calibration::PathFor(const Model& model) {
 }
 
 Status Calibration::Write(const Model& model, const std::string& path) const {
+  QKV_CHECK(!halves_.empty());
   FileHeader header{};
   header.magic = kMagic;
   header.version = kVersion;
@@ -214,7 +245,7 @@ Result<Calibration> Calibration::Read(const Model& model, const std::string& pat
     if (n <= 0) return Err(Code::kCorrupt, "calibration '{}' cannot be read to its end", path);
     done += static_cast<size_t>(n);
   }
-  if (DigestOf(halves) != header.digest) return Err(Code::kCorrupt, "calibration '{}' is damaged", path);
+  if (DigestOf(halves, 0) != header.digest) return Err(Code::kCorrupt, "calibration '{}' is damaged", path);
   return FromHalves(geometry, std::move(halves));
 }
 

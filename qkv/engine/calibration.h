@@ -12,6 +12,13 @@
 // (keys and queries after RoPE; both matrices with 1e-4 of their mean diagonal added). The matrices are a constant of the
 // model, kept in a file beside it, and no part of a context.
 //
+// S, the variance of the balanced channels, falls from the first to the last. The codec 5/3 (CodecId::kBands) has the
+// first half of them in 5 bits and the others in 3, under one scale per token, in which both codes reach equally far. So
+// that both halves fill it, the second half of A's rows is multiplied by 1.15 times the head's spread (that of the queries'
+// divided by it), with S1 and S2 the means of the halves of S. Beyond 1, since a wider step is best clipped sooner.
+//
+//   spread = sqrt(S1 / S2)
+//
 // BalanceStatistics belongs to one thread. A Calibration is immutable; any thread.
 
 #include <array>
@@ -56,6 +63,9 @@ class Calibration {
   // Errors: kNotFound (how to make one), kIncompatible (another model's), kCorrupt.
   static Result<Calibration> Read(const Model& model, const std::string& path);
 
+  // The same with the spread multiplied in, for keys in two bands; with a digest of its own. Not for Write.
+  Calibration ForBands() const;
+
   // [head_dim][head_dim], row by row. A as it is stored (fp16), and the exact inverse's transpose of that.
   std::span<const float> key_matrix(int layer, int kv_head) const { return Of(keys_, layer, kv_head); }
   std::span<const float> query_matrix(int layer, int kv_head) const { return Of(queries_, layer, kv_head); }
@@ -65,7 +75,7 @@ class Calibration {
   std::span<const float> key_matrices(int layer) const { return OfLayer(keys_, layer); }
   std::span<const float> query_matrices(int layer) const { return OfLayer(queries_, layer); }
   const Geometry& geometry() const { return geometry_; }
-  // XXH3-128 of the matrices: what a page coded with them names.
+  // XXH3-128 of the file's numbers, seeded with 15 for keys in two bands: what a page coded with them names.
   const std::array<uint8_t, 16>& digest() const { return digest_; }
   std::string digest_text() const;  // 32 hex digits
 
@@ -82,7 +92,7 @@ class Calibration {
   }
 
   Geometry geometry_;
-  std::vector<uint16_t> halves_;  // A, [layer][kv_head][D][D]
+  std::vector<uint16_t> halves_;  // as in the file: [layer][kv_head]{A, [D][D]; spread}
   std::vector<float> keys_, queries_;
   std::array<uint8_t, 16> digest_{};
 };

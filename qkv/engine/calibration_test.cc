@@ -84,22 +84,49 @@ std::vector<double> Times(std::span<const float> matrix, const float* x) {
 
 TEST(Calibration, ScoresStayWhatTheyAre) {
   const Data data = MakeData();
+  const Calibration bands = data.calibration.ForBands();
+  EXPECT_NE(bands.digest(), data.calibration.digest());
   const int d = kGeometry.head_dim;
-  for (int i = 0; i < 50; ++i) {
-    for (int h = 0; h < kHeads; ++h) {
-      const int kv_head = h / 2;
-      const float* q = data.q.data() + (static_cast<size_t>(i) * kHeads + h) * d;
-      const float* k = data.k.data() + (static_cast<size_t>(i + 7) * 2 + kv_head) * d;
-      const auto turned_q = Times(data.calibration.query_matrix(1, kv_head), q);
-      const auto turned_k = Times(data.calibration.key_matrix(1, kv_head), k);
-      double expected = 0, actual = 0, size = 0;
-      for (int c = 0; c < d; ++c) {
-        expected += static_cast<double>(q[c]) * k[c];
-        actual += turned_q[c] * turned_k[c];
-        size += std::abs(turned_q[c] * turned_k[c]);
+  for (const Calibration* calibration : {&data.calibration, &bands}) {
+    for (int i = 0; i < 50; ++i) {
+      for (int h = 0; h < kHeads; ++h) {
+        const int kv_head = h / 2;
+        const float* q = data.q.data() + (static_cast<size_t>(i) * kHeads + h) * d;
+        const float* k = data.k.data() + (static_cast<size_t>(i + 7) * 2 + kv_head) * d;
+        const auto turned_q = Times(calibration->query_matrix(1, kv_head), q);
+        const auto turned_k = Times(calibration->key_matrix(1, kv_head), k);
+        double expected = 0, actual = 0, size = 0;
+        for (int c = 0; c < d; ++c) {
+          expected += static_cast<double>(q[c]) * k[c];
+          actual += turned_q[c] * turned_k[c];
+          size += std::abs(turned_q[c] * turned_k[c]);
+        }
+        EXPECT_NEAR(actual, expected, 1e-5 * size);
       }
-      EXPECT_NEAR(actual, expected, 1e-5 * size);
     }
+  }
+}
+
+TEST(Calibration, ForTwoBandsBothHalvesOfTheKeysFillOneRange) {
+  const Data data = MakeData();
+  const Calibration bands = data.calibration.ForBands();
+  const int d = kGeometry.head_dim;
+  for (int kv_head = 0; kv_head < kGeometry.n_kv_heads; ++kv_head) {
+    const auto deviation = [&](const Calibration& calibration, int first_channel) {
+      double sum = 0;
+      std::vector<double> mean(d, 0.0), square(d, 0.0);
+      const int n = 399;
+      for (int i = 1; i <= n; ++i) {
+        const float* k = data.k.data() + (static_cast<size_t>(i) * kGeometry.n_kv_heads + kv_head) * d;
+        const auto y = Times(calibration.key_matrix(1, kv_head), k);
+        for (int c = 0; c < d; ++c) mean[c] += y[c] / n, square[c] += y[c] * y[c] / n;
+      }
+      for (int c = first_channel; c < first_channel + d / 2; ++c) sum += square[c] - mean[c] * mean[c];
+      return std::sqrt(sum);
+    };
+    EXPECT_NEAR(deviation(bands, d / 2) / deviation(bands, 0), 1.15, 0.02);
+    EXPECT_EQ(deviation(bands, 0), deviation(data.calibration, 0));
+    EXPECT_LT(deviation(data.calibration, d / 2), deviation(data.calibration, 0));
   }
 }
 
@@ -268,17 +295,39 @@ TEST_F(Balanced, TheAnswerIsWhatItWasWithoutTheMatrices) {
 }
 
 TEST_F(Balanced, ProducerAndReaderGoOnBitForBit) {
-  for (const char* kv : {"i8", "5", "k=5,v=4", "4+4"}) {
+  for (const char* kv : {"i8", "5", "k=5,v=4", "4+4", "k=5/3,v=4", "k=5/3,v=4,+4"}) {
     const auto producer = NewSequence(kv, calibration_), reader = NewSequence(kv, calibration_);
     ASSERT_TRUE(producer->Forward(SomeTokens(70)));
     const auto context = producer->Publish({});
     ASSERT_TRUE(context) << context.error().message;
-    EXPECT_EQ(context->card.model().calibration_digest(), calibration_->digest_text());
+    const bool bands = std::string_view(kv).starts_with("k=5/3");
+    EXPECT_EQ(context->card.model().calibration_digest(),
+              bands ? calibration_->ForBands().digest_text() : calibration_->digest_text());
     ASSERT_TRUE(reader->Attach(*context));
     const std::vector<Token> more = {5, 6, 7};
     ASSERT_TRUE(producer->Forward(more));
     ASSERT_TRUE(reader->Forward(more));
     EXPECT_TRUE(std::ranges::equal(producer->logits(), reader->logits())) << kv;
+  }
+}
+
+TEST_F(Balanced, TwoBandsNeedACalibrationAndReadersOfTwoBands) {
+  SequenceOptions options;
+  options.n_threads = 1;
+  options.kv = *ParseCodecPair("k=5/3,v=4");
+  const auto without = Sequence::Create(model_, options);
+  ASSERT_FALSE(without);
+  EXPECT_EQ(without.error().code, Code::kInvalidArgument);
+  EXPECT_THAT(without.error().message, HasSubstr("keys in codec 5/3 need the matrices of 'qkvshare calibrate'"));
+  // Their keys stand in another scale than those of the other codecs.
+  for (const auto& [writes, reads] : {std::pair{"k=5/3,v=4", "5"}, {"5", "k=5/3,v=4"}}) {
+    const auto producer = NewSequence(writes, calibration_);
+    ASSERT_TRUE(producer->Forward(SomeTokens(70)));
+    const auto context = producer->Publish({});
+    ASSERT_TRUE(context) << context.error().message;
+    const Status attached = NewSequence(reads, calibration_)->Attach(*context);
+    ASSERT_FALSE(attached) << writes;
+    EXPECT_THAT(attached.error().message, HasSubstr("calibration_digest"));
   }
 }
 

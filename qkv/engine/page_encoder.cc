@@ -77,7 +77,7 @@ void PlainRows(const Segment& segment, size_t page, const PqCodebooks* codebooks
   };
   float mean[kMaxHeadDim];
   if (side == Side::kK) read(Constant::kMeanK, mean);
-  FromRotated(rows, tokens, geometry.head_dim, side == Side::kK ? mean : nullptr, rows);
+  FromRotated(rows, tokens, geometry.head_dim, side == Side::kK ? mean : nullptr, rows, codec.id == CodecId::kBands);
   if (segment.pages()[page].first_position == 0) read(side == Side::kK ? Constant::kFirstK : Constant::kFirstV, rows);
 }
 
@@ -112,7 +112,8 @@ void PageEncoder::Encode(const F16Page& from, bool exact_first, const SegmentCon
           const size_t at = constants->layout.Offset(layer, head, Constant::kMeanK) / sizeof(uint16_t);
           ggml_fp16_to_fp32_row(constants->halves.data() + at, mean.data(), head_dim);
         }
-        ToRotated(plain.data(), from.tokens, head_dim, side == Side::kK ? mean.data() : nullptr, rows.data());
+        ToRotated(plain.data(), from.tokens, head_dim, side == Side::kK ? mean.data() : nullptr, rows.data(),
+                  codec.id == CodecId::kBands);
         if (exact_first) std::fill_n(rows.begin(), head_dim, 0.0f);
         const PqBook book = BookOf(codebooks_, codec, layer, head, side);
         codec.encode(side, rows.data(), from.tokens, head_dim, block, &book);

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "qkv/engine/cache_file.h"
+#include "qkv/engine/calibration.h"
 #include "qkv/engine/codebooks.h"
 #include "qkv/engine/quality_probe.h"
 
@@ -97,12 +98,16 @@ QualityGate::QualityGate(std::shared_ptr<const Model> model, QualityGateOptions 
 
 std::string QualityGate::EntryName(const PageCodecs& kv) const {
   std::string name = fmt::format("{}-{}", model_->identity().weights_digest(), ToString(kv.pair));
+  if (kv.layers != nullptr) {
+    const std::vector<uint8_t> bytes = kv.layers->Bytes();
+    name += fmt::format("-{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
+  }
+  if (options_.calibration != nullptr) name += "-" + options_.calibration->digest_text();
   if (NeedsBooks(kv.pair)) {  // other ones are another codec; without any, measuring says so
     if (const auto codebooks = ReadCodebooks(*model_, CodebooksPath(*model_))) name += "-" + (*codebooks)->digest();
   }
-  if (kv.layers == nullptr) return name;
-  const std::vector<uint8_t> bytes = kv.layers->Bytes();
-  return name + fmt::format("-{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
+  std::ranges::replace(name, '/', '_');  // of 5/3: it is a file's
+  return name;
 }
 
 namespace {
@@ -161,7 +166,7 @@ Result<QualityVerdict> QualityGate::Measure(const PageCodecs& kv) {
     QKV_ASSIGN_OR_RETURN(const auto probe,
                          HandoffProbe::Read(model_, stretch, static_cast<int>(prefix), probe_options));
     step();
-    QKV_ASSIGN_OR_RETURN(ProbeResult result, probe->Score({kv, {}}));
+    QKV_ASSIGN_OR_RETURN(ProbeResult result, probe->Score({.kv = kv, .calibration = options_.calibration}));
     scores.push_back(std::move(result.score));
     step();
     QKV_ASSIGN_OR_RETURN(SampleScore floor, probe->NoiseFloor());
@@ -211,6 +216,8 @@ Status QualityGate::Admit(const Context& context) {
       const PageCodecs kv(segment->codecs(page), segment->layers());
       if (kv.pair.k == CodecId::kRefine4 || std::ranges::find(seen, kv) != seen.end()) continue;
       seen.push_back(kv);
+      // Attach refuses it, as it would any context behind other matrices than the reader's.
+      if (kv.pair.k == CodecId::kBands && options_.calibration == nullptr) continue;
       QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(kv));
       if (verdict.Within()) continue;
       return Err(Code::kIncompatible, Reason::kQualityGate,

@@ -49,6 +49,7 @@ struct QualityGateOptions {
   std::string directory;  // of the cache; empty: remember nothing beyond this object. See CacheDirectory("quality")
   int n_threads = 2;
   std::function<void(size_t done, size_t total)> on_progress;  // while measuring
+  std::shared_ptr<const Calibration> calibration = {};         // `bal`: pages behind these matrices; may be null
 };
 
 class QualityGate {

@@ -11,6 +11,7 @@
 #include <iterator>
 
 #include "qkv/base/test_support.h"
+#include "qkv/engine/calibration.h"
 #include "tests/tiny_model.h"
 
 namespace qkv {
@@ -92,6 +93,24 @@ TEST_F(Gate, AHealthyModelKeepsWhatItWasAskedFor) {
     EXPECT_EQ(ToString(choice->kv.pair), kv);
     EXPECT_EQ(choice->verdicts.size(), 1u);
   }
+}
+
+TEST_F(Gate, TwoBandsAreMeasuredBehindTheirMatrices) {
+  const auto model = Load({});
+  EXPECT_FALSE(NewGate(model).Check(Pair("k=5/3,v=4")));
+  std::vector<Token> tokens;
+  for (int i = 0; i < 600; ++i) tokens.push_back(3 + (i * 37 + i / 7) % 256);
+  auto made = Calibrate(model, tokens, 200, 1);
+  ASSERT_TRUE(made) << made.error().message;
+  const auto calibration = std::make_shared<const Calibration>(*std::move(made));
+  const auto new_gate = [&] {
+    return QualityGate(model, {.directory = dir_.path() + "/quality", .n_threads = 1, .calibration = calibration});
+  };
+  auto gate = new_gate(), later = new_gate(), plain = NewGate(model);
+  EXPECT_GT(Check(gate, "k=5/3,v=4").kl, 0);
+  EXPECT_FALSE(Check(gate, "4").known);
+  EXPECT_TRUE(Check(later, "k=5/3,v=4").known);
+  EXPECT_FALSE(Check(plain, "4").known) << "what was measured behind the matrices says nothing about pages without";
 }
 
 TEST_F(Gate, OutliersInAHeadLiftTheCodecUntilItIsWithinItsBound) {

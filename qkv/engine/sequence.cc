@@ -297,6 +297,10 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
       (options.kv.layers != nullptr && options.kv.layers->geometry() != model->geometry())) {
     return Err(Code::kInvalidArgument, "codecs of other layers than the model's");
   }
+  if (options.kv.pair.k == CodecId::kBands && options.calibration == nullptr) {
+    return Err(Code::kInvalidArgument, "keys in codec {} need the matrices of 'qkvshare calibrate' (--bal)",
+               CodecOf(options.kv.pair.k).name);
+  }
   auto impl = std::make_unique<Impl>();
   const HyperParams& p = model->params();
   ggml_threadpool_params pool_params = ggml_threadpool_params_default(options.n_threads);
@@ -325,10 +329,12 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   }
   impl->model = std::move(model);
   impl->identity = impl->model->identity();
-  if (const auto& calibration = impl->options.calibration) {
+  if (auto& calibration = impl->options.calibration) {
     if (calibration->geometry() != impl->model->geometry()) {
       return Err(Code::kIncompatible, "the calibration is of another model");
     }
+    if (options.kv.pair.k == CodecId::kBands)
+      calibration = std::make_shared<const Calibration>(calibration->ForBands());
     impl->identity.set_calibration_digest(calibration->digest_text());
   }
   if (impl->options.codebooks == nullptr) {

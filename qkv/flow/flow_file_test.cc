@@ -252,6 +252,8 @@ TEST(FlowFileErrors, BadCodecSaysWhichThereAre) {
   EXPECT_EQ(ErrorOf("kv: i9\nagents: []\n"), "f.yaml:1:5: kv: " + ParseCodecPair("i9").error().message);
   EXPECT_EQ(ErrorOf("kv: [i8, i9]\nagents: []\n"), "f.yaml:1:10: kv: " + ParseCodecPair("i9").error().message);
   EXPECT_EQ(ErrorOf("kv: [i8, i4, i8]\nagents: []\n"), "f.yaml:1:14: kv: i8 is there twice");
+  EXPECT_EQ(ErrorOf("kv: k=5/3,v=4\nagents: []\n"),
+            "f.yaml:1:5: kv: keys in codec 5/3 need a calibration, which flows do not take");
 }
 
 TEST(FlowFileErrors, OnMissSuggests) {

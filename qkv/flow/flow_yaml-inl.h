@@ -155,6 +155,10 @@ class Reader {
     if (!node.IsScalar()) return At(mark, "{}: expected a codec pair such as i8, found {}", entry.key, KindName(node));
     auto pair = ParseCodecPair(node.Scalar());
     if (!pair) return Located(mark, Error{Code::kInvalidArgument, entry.key + ": " + pair.error().message});
+    if (CodecOf(pair->k).keys_only) {
+      return At(mark, "{}: keys in codec {} need a calibration, which flows do not take", entry.key,
+                CodecOf(pair->k).name);
+    }
     return pair;
   }
 

@@ -148,9 +148,9 @@ struct PageLayout {
   }
 };
 
-// What rotated pages (3 to 8, pq4, pq2) are read with, once per segment, [layer][kv_head]{mean K, first K, first V}, halves in the
-// plain frame: the mean that was taken off keys, and the exact K and V of the token at position 0, which its page leaves
-// out. FORMAT.md §1.3.
+// What rotated pages (3 to 8, 5/3, pq4, pq2) are read with, once per segment, [layer][kv_head]{mean K, first K, first V},
+// halves in the plain frame: the mean that was taken off keys, and the exact K and V of the token at position 0, which its
+// page leaves out. FORMAT.md §1.3.
 enum class Constant : uint8_t { kMeanK, kFirstK, kFirstV };
 
 struct ConstantsLayout {

@@ -150,6 +150,9 @@ Status CheckTable(const SegmentHeader& header, std::span<const PageEntry> table,
       return Corrupt("page {} has codecs {} and {}, expected a refinement on both sides or neither", i, entry.k_codec,
                      entry.v_codec);
     }
+    if (const Codec* v = FindCodec(entry.v_codec); v != nullptr && v->keys_only) {
+      return Corrupt("page {} has codec {} for V, which is for K only", i, entry.v_codec);
+    }
     if (entry.tokens < 1 || entry.tokens > kPageTokens) {
       return Corrupt("page {} has {} tokens, expected 1 to {}", i, entry.tokens, kPageTokens);
     }

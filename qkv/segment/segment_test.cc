@@ -156,6 +156,8 @@ TEST(Segment, RefusesEveryFieldThatDoesNotFitAndSaysWhy) {
       {"page 0 has codecs 1 and 0", [](Bytes& b) { EntryIn(b, 0).v_codec = 0; }, Code::kIncompatible,
        Reason::kCodecUnsupported},
       {"page 0 has codecs 13 and 1", [](Bytes& b) { EntryIn(b, 0).k_codec = 13; }, Code::kCorrupt, Reason::kChecksum},
+      {"page 0 has codec 15 for V, which is for K only", [](Bytes& b) { EntryIn(b, 0).v_codec = 15; }, Code::kCorrupt,
+       Reason::kChecksum},
       {"page 0 has codecs 8 and 13", [](Bytes& b) { EntryIn(b, 0).k_codec = 8, EntryIn(b, 0).v_codec = 13; },
        Code::kCorrupt, Reason::kChecksum},
       {"page 0 has 0 tokens", [](Bytes& b) { EntryIn(b, 0).tokens = 0; }, Code::kCorrupt, Reason::kChecksum},
