@@ -43,7 +43,6 @@ constexpr std::array kAllCodecs = {CodecId::kF16,   CodecId::kI8,        CodecId
                                    CodecId::kI4,    CodecId::kI4Z,       CodecId::k3,         CodecId::k4,
                                    CodecId::k5,     CodecId::k6,         CodecId::k7,         CodecId::k8,
                                    CodecId::kBands, CodecId::kI4Channel, CodecId::kPq4,       CodecId::kPq2};
-constexpr std::array kRotatedCodecs = {CodecId::k3, CodecId::k4, CodecId::k5, CodecId::k6, CodecId::k7, CodecId::k8};
 
 // V beside a K of that codec.
 CodecId ForValues(CodecId k) {
