@@ -293,6 +293,7 @@ TEST_F(Cli, ABadValueIsNamed) {
   ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "layers"}, {"'layers'"});
   ExpectRefused({"generate", "-m", TestModelPath()}, {"no prompt"});
   ExpectRefused({"generate", "-m", TestModelPath(), "-f", "nowhere.txt"}, {"'nowhere.txt'", "No such file"});
+  ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "tokens:120/8/4"}, {"tokens", "from 1 to 99"});
   ExpectRefused({"broker", "--socket", "broker.sock", "--kv-budget", "much"}, {"--kv-budget", "'much'"});
   ExpectRefused({"run", "nowhere.yaml"}, {"nowhere.yaml", "No such file"});
   Write("flow.yaml", "agents:\n  - name: writer\n    prompt: Write.\n");
@@ -449,6 +450,36 @@ TEST_F(CliWithBroker, AttachPutsContextsBehindASystemMessage) {
   EXPECT_THAT(text.errors, HasSubstr("denied"));
   ExpectRefused(with({"--splice", "hid"}), {"--splice", "exact-only"});
   ExpectRefused(with({"--reads", "brick"}), {"'brick'", "not_found"});
+}
+
+TEST_F(CliWithBroker, AGroupedPromptIsPublishedInspectedAndGoneOnFrom) {
+  std::string text;
+  for (int i = 0; i < 16; ++i) text += fmt::format("Mill {} stood by the river. ", i);
+  const Args publish = WithModel(
+      {"publish", "--name", "mills", "--raw", "-p", text, "--kv", "tokens:30/8/drop", "--quality-gate", "off"});
+  Args json = publish;
+  json.push_back("--json");
+  const Json published = RunForJson(json);
+  const int grouped = published["tokens_grouped"], dropped = published["tokens_dropped"];
+  EXPECT_GE(grouped, 64);
+  EXPECT_EQ(grouped % 32, 0);
+  EXPECT_GT(dropped, grouped / 2);
+  EXPECT_GT(published["sample_ms"], 0);
+  const Json card = RunForJson({"inspect", "mills", "--socket", "broker.sock"})["card"];
+  EXPECT_EQ(card["mask"]["groups"]["n_tokens"], grouped);
+  EXPECT_EQ(card["mask"]["groups"]["dropped"], true);
+  EXPECT_EQ(card["n_token_ids"], published["context_tokens"]);
+  EXPECT_EQ(Run({"verify", "mills", "--socket", "broker.sock"}).status, 0);
+  const Ran deep = Run({"verify", "mills", "--socket", "broker.sock", "--verify", "deep", "-m", TestModelPath()});
+  EXPECT_EQ(deep.status, 2);
+  EXPECT_THAT(deep.errors, AllOf(HasSubstr("grouped by importance"), HasSubstr("only checksums")));
+  const Args attach = WithModel({"attach", "mills", "--raw", "-p", " It", "-n", "4", "--ignore-eos"});
+  Args ungated = attach;
+  ungated.insert(ungated.end(), {"--json", "--quality-gate", "off"});
+  const Json attached = RunForJson(ungated);
+  EXPECT_EQ(attached["mode"], "attach");
+  EXPECT_EQ(attached["tokens_grouped"], grouped);
+  EXPECT_EQ(attached["sample_ms"], 0);
 }
 
 TEST_F(CliWithBroker, APublishedContextIsListedInspectedVerifiedAndReleased) {

@@ -47,11 +47,12 @@ class HandoffExact : public ::testing::Test {
     client_ = *std::move(client);
   }
 
-  std::unique_ptr<Agent> NewAgent(CodecPair kv) {
+  std::unique_ptr<Agent> NewAgent(const KvChoice& kv) {
     SequenceOptions options;
     options.n_ctx = 4608;
     options.n_threads = 2;
-    options.kv = kv;
+    options.kv = kv.codecs;
+    options.groups = kv.groups;
     auto sequence = Sequence::Create(TestModel(), options);
     EXPECT_TRUE(sequence) << sequence.error().message;
     return std::make_unique<Agent>(TestModel(), *std::move(sequence), client_.get());
@@ -207,6 +208,23 @@ TEST_F(HandoffExact, AfterASecondAndAThirdHop) {
     ASSERT_TRUE(producer->sequence().Forward({&last, 1}));  // published with the context
     PublishNow(*producer, "own");
     id = fmt::format("hop{}", hop);
+  }
+}
+
+// Tokens grouped by importance, the others in fewer bits or dropped; and what is made of that in a second hop.
+TEST_F(HandoffExact, OfAGroupedPrompt) {
+  for (const char* text : {"tokens:20/8/4", "tokens:30/8/drop"}) {
+    SCOPED_TRACE(text);
+    const KvChoice kv = *ParseKvChoice(text);
+    auto producer = NewAgent(kv);
+    const std::string id = Produce(*producer, SourceTokens(5, 700), "grouped");
+    ASSERT_EQ(producer->sequence().groups().size(), 640);
+    const Generated first = Finish(*StartConsumer(id, kv.codecs, "second"));
+    EXPECT_EQ(first, GoOn(*producer));
+    const Token last = first.tokens.back();
+    ASSERT_TRUE(producer->sequence().Forward({&last, 1}));  // published with the context
+    PublishNow(*producer, "own");
+    EXPECT_EQ(Finish(*StartConsumer("second", kv.codecs)), GoOn(*producer));
   }
 }
 

@@ -186,7 +186,7 @@ inline constexpr float kNoMaximum = -1e30f;
 // One step of the online softmax over n_tokens (a multiple of 32) scores per row, [rows][kScoreStride]: scores become weights relative to the
 // step's own maximum, in [0, 1], which keeps them well scaled for quantization; keep and gain bring earlier outputs and
 // this step's onto the running maximum.
-HWY_NOINLINE void SoftmaxStep(size_t rows, size_t n_tokens, float* step_scores, const Scratch& x) {
+inline HWY_NOINLINE void SoftmaxStep(size_t rows, size_t n_tokens, float* step_scores, const Scratch& x) {
   const DF d;
   for (size_t row = 0; row < rows; ++row) {
     const float* scores = step_scores + row * kScoreStride;

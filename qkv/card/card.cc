@@ -213,8 +213,58 @@ Status CheckRefinement(const CacheCard& card, int index) {
   return {};
 }
 
+// How many tokens are in the first group, and in both.
+struct GroupSizes {
+  uint64_t high = 0;
+  uint64_t all = 0;
+};
+
+Result<GroupSizes> CheckGroups(const CacheCard& card) {
+  if (!card.mask().has_groups()) return GroupSizes{};
+  const auto& groups = card.mask().groups();
+  const std::string& high = groups.high();
+  // At least one token comes behind them, which can be read again.
+  if (groups.n_tokens() < 2 || groups.n_tokens() >= static_cast<uint32_t>(card.token_ids_size())) {
+    return Corrupt("{} of {} tokens are grouped, expected 2 to all but one", groups.n_tokens(), card.token_ids_size());
+  }
+  if (high.size() != (uint64_t{groups.n_tokens()} + 7) / 8) {
+    return Corrupt("{} bytes for {} grouped tokens", high.size(), groups.n_tokens());
+  }
+  GroupSizes sizes{.all = groups.n_tokens()};
+  for (const char byte : high) sizes.high += std::popcount(static_cast<uint8_t>(byte));
+  if (groups.n_tokens() % 8 != 0 && static_cast<uint8_t>(high.back()) >> groups.n_tokens() % 8 != 0) {
+    return Corrupt("bits beyond {} grouped tokens", groups.n_tokens());
+  }
+  if ((static_cast<uint8_t>(high.front()) & 1) == 0 || sizes.high == sizes.all) {
+    return Corrupt("{} of {} grouped tokens are in the first group, expected the first token and not all", sizes.high,
+                   sizes.all);
+  }
+  if (card.mask().kind() != MaskState::CAUSAL || card.mask().absent_tokens_size() > 0) {
+    return Corrupt("grouped tokens under a mask of kind {} with {} absent tokens", static_cast<int>(card.mask().kind()),
+                   card.mask().absent_tokens_size());
+  }
+  return sizes;
+}
+
+// A span of grouped tokens is within one of the groups, in place, and plain.
+Status CheckGroupedSpan(const CacheCard& card, const GroupSizes& groups, int index) {
+  const auto& span = card.spans(index);
+  const uint64_t end = uint64_t{span.first_position()} + span.n_tokens();
+  const bool in_high = span.first_position() < groups.high;
+  if (end > (in_high ? groups.high : groups.all) || (!in_high && card.mask().groups().dropped())) {
+    return Corrupt("span {} has grouped tokens {} to {}, of {} and {} in the groups{}", index, span.first_position(),
+                   end, groups.high, groups.all - groups.high,
+                   card.mask().groups().dropped() ? ", the second one dropped" : "");
+  }
+  if (span.position_offset() != 0 || span.hide_first() || span.refinement_segment() != 0) {
+    return Corrupt("span {} of grouped tokens is moved or has a refinement", index);
+  }
+  return {};
+}
+
 // Sums are of numbers below kMaxTokens and kMaxPosition, in 64 bits.
 Status CheckSpans(const CacheCard& card) {
+  QKV_ASSIGN_OR_RETURN(const GroupSizes groups, CheckGroups(card));
   const auto n_tokens = static_cast<uint64_t>(card.token_ids_size());
   uint64_t end = 0;       // position behind the spans so far
   uint64_t in_pages = 0;  // tokens
@@ -251,11 +301,13 @@ Status CheckSpans(const CacheCard& card) {
           position, position - span.position_offset());
     }
     QKV_RETURN_IF_ERROR(CheckRefinement(card, i));
+    if (span.first_position() < groups.all) QKV_RETURN_IF_ERROR(CheckGroupedSpan(card, groups, i));
     end = uint64_t{span.first_position()} + span.n_tokens();
     in_pages += span.n_tokens();
   }
   // Every position is in at most one span, so with this each one is either in a span or absent: no gaps.
-  const auto absent = static_cast<uint64_t>(card.mask().absent_tokens_size());
+  const auto absent = static_cast<uint64_t>(card.mask().absent_tokens_size()) +
+                      (card.mask().groups().dropped() ? groups.all - groups.high : 0);
   if (in_pages + absent != n_tokens) {
     return Corrupt("{} token ids, expected {}: {} in spans and {} absent", n_tokens, in_pages + absent, in_pages,
                    absent);
@@ -448,8 +500,9 @@ std::vector<FormatProblem> FormatProblems(const CacheCard& card) {
   const auto unknown = [](const auto& messages) {
     return std::any_of(messages.begin(), messages.end(), HasUnknownFields);
   };
-  const bool unknown_fields[] = {HasUnknownFields(format), HasUnknownFields(card.mask()), unknown(card.spans()),
-                                 unknown(card.segments())};
+  const bool unknown_fields[] = {HasUnknownFields(format),
+                                 HasUnknownFields(card.mask()) || HasUnknownFields(card.mask().groups()),
+                                 unknown(card.spans()), unknown(card.segments())};
   for (int i = 0; i < 4; ++i) {
     static constexpr const char* kWhere[] = {"format", "mask", "spans", "segments"};
     if (!unknown_fields[i]) continue;

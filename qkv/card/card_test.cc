@@ -376,6 +376,100 @@ TEST(Card, MayOmitWhatIsOptional) {
   EXPECT_TRUE(ParseCard(SerializeCard(gaps)));
 }
 
+// Of 70 tokens the first 60 are grouped, 20 in the first group; the groups and the others in a span each.
+CacheCard GroupedCard(bool dropped) {
+  CacheCard card = ExampleCard();
+  auto& groups = *card.mutable_mask()->mutable_groups();
+  groups.set_n_tokens(60);
+  groups.set_dropped(dropped);
+  groups.mutable_high()->assign(8, '\0');
+  for (int t = 0; t < 60; t += 3) (*groups.mutable_high())[t / 8] |= static_cast<char>(1 << t % 8);
+  card.clear_spans();
+  int first = 0;
+  for (const int n : {20, 40, 10}) {
+    if (!(dropped && n == 40)) {
+      auto& span = *card.add_spans();
+      span.set_n_pages(static_cast<uint32_t>(n + 31) / 32);
+      span.set_n_tokens(n);
+      span.set_first_position(first);
+    }
+    first += n;
+  }
+  return card;
+}
+
+TEST(Card, TokensMayBeGroupedAndOneGroupDropped) {
+  for (const bool dropped : {false, true}) {
+    const CacheCard card = GroupedCard(dropped);
+    const auto parsed = ParseCard(SerializeCard(card));
+    ASSERT_TRUE(parsed) << parsed.error().message;
+    EXPECT_EQ(parsed->mask().groups().high(), card.mask().groups().high());
+    EXPECT_TRUE(CheckCompatible(*parsed, card.model()));
+  }
+}
+
+TEST(Card, GroupsThatAreNotConsistentAreRefused) {
+  struct Lie {
+    const char* message;
+    std::function<void(CacheCard&, ::qkvshare::v1::TokenGroups&)> apply;
+    bool dropped = false;
+  };
+  const auto set = [](::qkvshare::v1::TokenGroups& groups, size_t byte, int value) {
+    (*groups.mutable_high())[byte] = static_cast<char>(value);
+  };
+  const Lie lies[] = {
+      {"0 of 70 tokens are grouped", [](auto&, auto& g) { g.set_n_tokens(0); }},
+      {"1 of 70 tokens are grouped", [](auto&, auto& g) { g.set_n_tokens(1); }},
+      {"70 of 70 tokens are grouped", [](auto&, auto& g) { g.set_n_tokens(70); }},
+      {"4294967295 of 70 tokens", [](auto&, auto& g) { g.set_n_tokens(~0u); }},
+      {"8 bytes for 65 grouped", [](auto&, auto& g) { g.set_n_tokens(65); }},
+      {"8 bytes for 56 grouped", [](auto&, auto& g) { g.set_n_tokens(56); }},
+      {"0 bytes for 60 grouped", [](auto&, auto& g) { g.clear_high(); }},
+      {"bits beyond 60", [&](auto&, auto& g) { set(g, 7, 0x12); }},
+      {"expected the first token", [&](auto&, auto& g) { set(g, 0, 0x48); }},
+      {"60 of 60 grouped tokens are in the first group",
+       [&](auto&, auto& g) {
+         for (size_t i = 0; i < 8; ++i) set(g, i, i < 7 ? 0xff : 0x0f);
+       }},
+      // One more, one fewer.
+      {"span 1 has grouped tokens 20 to 60, of 21 and 39", [&](auto&, auto& g) { set(g, 0, 0x4b); }},
+      {"span 0 has grouped tokens 0 to 20, of 19 and 41", [&](auto&, auto& g) { set(g, 0, 0x09); }},
+      {"the second one dropped", [](auto&, auto& g) { g.set_dropped(true); }},
+      {"expected 30: 30 in spans and 0 absent", [](auto&, auto& g) { g.set_dropped(false); }, true},
+      {"span 0 has grouped tokens 0 to 21",
+       [](auto& c, auto&) {
+         c.mutable_spans(0)->set_n_tokens(21);
+         c.mutable_spans(1)->set_first_position(21);
+         c.mutable_spans(1)->set_n_tokens(39);
+       }},
+      {"span 1 has grouped tokens 20 to 61",
+       [](auto& c, auto&) {
+         c.mutable_spans(1)->set_n_tokens(41);
+         c.mutable_spans(2)->set_first_position(61);
+         c.mutable_spans(2)->set_n_tokens(9);
+       }},
+      {"expected 69", [](auto& c, auto&) { c.mutable_spans(1)->set_n_tokens(39); }},
+      {"span 1 of grouped tokens is moved", [](auto& c, auto&) { c.mutable_spans(1)->set_position_offset(20); }},
+      {"span 1 of grouped tokens is moved",
+       [](auto& c, auto&) {
+         c.mutable_spans(1)->set_position_offset(20);
+         c.mutable_spans(1)->set_hide_first(true);
+       }},
+      {"or has a refinement", [](auto& c, auto&) { c.mutable_spans(1)->set_refinement_segment(2); }},
+      {"mask of kind 1", [](auto& c, auto&) { c.mutable_mask()->set_kind(MaskState::CAUSAL_SLIDING); }},
+      {"with 1 absent tokens", [](auto& c, auto&) { c.mutable_mask()->add_absent_tokens(25); }, true},
+  };
+  for (const Lie& lie : lies) {
+    CacheCard card = GroupedCard(lie.dropped);
+    lie.apply(card, *card.mutable_mask()->mutable_groups());
+    const auto parsed = ParseCard(SerializeCard(card));
+    ASSERT_FALSE(parsed) << lie.message;
+    EXPECT_EQ(parsed.error().code, Code::kCorrupt) << lie.message;
+    EXPECT_EQ(parsed.error().reason, Reason::kChecksum) << lie.message;
+    EXPECT_THAT(parsed.error().message, HasSubstr(lie.message));
+  }
+}
+
 // Messages of two bytes that would each take many in memory.
 TEST(Card, RefusesAFloodOfEmptyMessagesBeforeBuildingThem) {
   std::string payload = ExampleCard().SerializeAsString();
@@ -582,6 +676,7 @@ TEST(Compatible, AFormatThatThisVersionCannotReadIsRefusedWithItsReason) {
       {"1 absent tokens", Reason::kVersion, [](CacheCard& c) { c.mutable_mask()->add_absent_tokens(1); }},
       {"does not know", Reason::kVersion, [&](CacheCard& c) { add_unknown(c.mutable_format()); }},
       {"does not know", Reason::kVersion, [&](CacheCard& c) { add_unknown(c.mutable_mask()); }},
+      {"does not know", Reason::kVersion, [&](CacheCard& c) { add_unknown(c.mutable_mask()->mutable_groups()); }},
       {"does not know", Reason::kVersion, [&](CacheCard& c) { add_unknown(c.mutable_spans(1)); }},
       {"does not know", Reason::kVersion, [&](CacheCard& c) { add_unknown(c.mutable_segments(0)); }},
       {"byte order ''", Reason::kEndianness, [](CacheCard& c) { c.clear_format(); }},

@@ -244,8 +244,9 @@ Result<Json> Measure(Options options) {
   QKV_ASSIGN_OR_RETURN(const std::vector<int> depths, ParseIntList(options.depths, "--depth", 0, 1 << 20));
   options.kv = SplitNames(options.kv);
   for (const std::string& kv : options.kv) {
-    QKV_ASSIGN_OR_RETURN(const std::optional<double> layer_bits, ParseLayerBits(kv));
-    if (!layer_bits) QKV_RETURN_IF_ERROR(ParseCodecPair(kv));
+    ModelOptions named;
+    named.kv = kv;
+    QKV_RETURN_IF_ERROR(ChooseCodecs(named, nullptr));
   }
   if (options.model.n_threads == 0) options.model.n_threads = static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
   Progress progress("bench");

@@ -72,11 +72,7 @@ struct Column {
   std::string peer_type;
   double known_bits = 0;  // of codecs that are not ours
 
-  bool NeedsCodebooks() const {
-    const auto& groups = codec.groups;
-    return NeedsBooks(codec.kv.pair) ||
-           (groups && (NeedsBooks(groups->high) || (groups->low && NeedsBooks(*groups->low))));
-  }
+  bool NeedsCodebooks() const { return NeedsBooks(KvChoice(codec.kv, codec.groups)); }
 };
 
 class Evaluation {
@@ -128,12 +124,13 @@ class Evaluation {
                      kv);
         }
       } else if (kv.starts_with(kTokens)) {
-        QKV_ASSIGN_OR_RETURN(column.codec.groups, ParseTokenGroups(kv.substr(std::size(kTokens) - 1)));
+        QKV_ASSIGN_OR_RETURN(const KvChoice choice, ParseKvChoice(kv));
+        column.codec.kv = choice.codecs;
+        column.codec.groups = choice.groups;
         if (options_.protocol != "handoff") {
           return Err(Code::kInvalidArgument, "--kv {} goes with the protocol handoff, not with '{}'", kv,
                      options_.protocol);
         }
-        probe_options_.importance |= column.codec.groups->by == TokenGroups::By::kAttention;
       } else {
         column.balanced = kv.starts_with(kBalanced);
         const std::string codec = column.balanced ? kv.substr(std::size(kBalanced) - 1) : kv;
@@ -603,13 +600,12 @@ void AddEval(CLI::App& app, int& status) {
       ->required()
       ->type_name("FILE");
   command
-      ->add_option("--kv", options->kv,
-                   "codecs to measure, as elsewhere; also like:q8_0 and like:q4_0, libllama's cache types simulated in "
-                   "this engine (with :plain behind, without its rotation); bal:CODEC, behind the matrices that "
-                   "'calibrate' made; layers:BITS, each layer in its "
-                   "own width; and tokens:attention/20/8/4 (or "
-                   "random, or 8/drop): the 20 % of the tokens with most "
-                   "attention in one codec, the others in another or nowhere")
+      ->add_option(
+          "--kv", options->kv,
+          "codecs to measure, as elsewhere; also like:q8_0 and like:q4_0, libllama's cache types simulated in "
+          "this engine (with :plain behind, without its rotation); bal:CODEC, behind the matrices that "
+          "'calibrate' made; layers:BITS, each layer in its own width; and beside tokens:20/8/4, which goes by "
+          "a sample of the prompt's queries, tokens:all-queries/20/8/4 and tokens:random/20/8/4")
       ->capture_default_str()
       ->type_name("CODEC");
   AddRefineOption(*command, options->refine);

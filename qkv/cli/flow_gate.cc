@@ -19,9 +19,9 @@ Status ApplyKvBits(double bits, const QualityFlags& flags, const Flow& flow, Run
   for (const std::string& path : paths) {
     QKV_ASSIGN_OR_RETURN(const auto model, Model::Load(path));
     QKV_ASSIGN_OR_RETURN(const PageCodecs best, BestWithinBits(*model, bits));
-    QKV_ASSIGN_OR_RETURN(const PageCodecs chosen, HandoffQuality(flags, model, TotalThreads(flow)).Choose(best));
+    QKV_ASSIGN_OR_RETURN(const KvChoice chosen, HandoffQuality(flags, model, TotalThreads(flow)).Choose(best));
     if (chosen == best) continue;
-    run.kv = chosen.pair;
+    run.kv = chosen;
     run.kv_bits = 0;
     break;
   }
@@ -42,15 +42,13 @@ Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run) {
     if (!agent.kv) continue;
     const auto gate = gates.find(agent.model.empty() ? flow.model : agent.model);
     if (gate == gates.end()) continue;
-    QKV_ASSIGN_OR_RETURN(const PageCodecs chosen, gate->second->Choose(*agent.kv));
-    agent.kv = chosen.pair;
+    QKV_ASSIGN_OR_RETURN(agent.kv, gate->second->Choose(*agent.kv));
   }
   if (run.kv_bits > 0) return {};
   // The run's own codecs hold for every agent that has none: what is good enough for all models.
-  const auto for_all = [&](CodecPair kv) -> Result<CodecPair> {
+  const auto for_all = [&](KvChoice kv) -> Result<KvChoice> {
     for (const auto& [path, gate] : gates) {
-      QKV_ASSIGN_OR_RETURN(const PageCodecs chosen, gate->Choose(kv));
-      kv = chosen.pair;
+      QKV_ASSIGN_OR_RETURN(kv, gate->Choose(kv));
     }
     return kv;
   };
@@ -58,9 +56,9 @@ Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run) {
     QKV_ASSIGN_OR_RETURN(run.kv, for_all(*run.kv));
     return {};
   }
-  std::vector<CodecPair> codecs;
-  for (const CodecPair kv : HandoffCodecs(flow)) {
-    QKV_ASSIGN_OR_RETURN(const CodecPair chosen, for_all(kv));
+  std::vector<KvChoice> codecs;
+  for (const KvChoice& kv : HandoffCodecs(flow)) {
+    QKV_ASSIGN_OR_RETURN(const KvChoice chosen, for_all(kv));
     if (std::ranges::find(codecs, chosen) == codecs.end()) codecs.push_back(chosen);
   }
   flow.kv = std::move(codecs);

@@ -65,7 +65,9 @@ void ModelOptions::AddTo(CLI::App& app) {
                                    "codec of the KV pages: a preset (exact, safe, balanced, small, tiny), one name or "
                                    "width, or k=NAME,v=NAME (k=5/3,v=4 with --bal); +4 behind it adds a refinement "
                                    "plane; pq4 and pq2 need what 'calibrate --codebooks' learns; layers:BITS, for each "
-                                   "layer its own width, BITS per value in all (after 'calibrate --layers')")
+                                   "layer its own width, BITS per value in all (after 'calibrate --layers'); "
+                                   "tokens:20/8/4 writes the 20 % of a prompt's tokens that get most attention in 8 "
+                                   "bits, the others in 4 (or 'drop': nowhere)")
                         ->capture_default_str()
                         ->type_name("CODEC");
   app.add_option(
@@ -105,19 +107,19 @@ Result<std::optional<double>> ParseLayerBits(const std::string& kv) {
   return bits;
 }
 
-Result<PageCodecs> ChooseCodecs(const ModelOptions& options, const Model* model) {
+Result<KvChoice> ChooseCodecs(const ModelOptions& options, const Model* model) {
   if (options.chosen) return *options.chosen;
   if (options.kv_bits > 0) {
     return model == nullptr ? PageCodecs() : BestWithinBits(*model, options.kv_bits);
   }
   QKV_ASSIGN_OR_RETURN(const std::optional<double> bits, ParseLayerBits(options.kv));
   if (bits) return model == nullptr ? PageCodecs() : CodecsByLayer(*model, *bits);
-  QKV_ASSIGN_OR_RETURN(const CodecPair pair, ParseCodecPair(options.kv));
-  if (CodecOf(pair.k).keys_only && !options.balanced) {
+  QKV_ASSIGN_OR_RETURN(KvChoice choice, ParseKvChoice(options.kv));
+  if (const Codec& k = CodecOf(choice.codecs.pair.k); k.keys_only && !options.balanced) {
     return Err(Code::kInvalidArgument, "--kv: keys in codec {} need --bal, and what 'qkvshare calibrate' makes",
-               CodecOf(pair.k).name);
+               k.name);
   }
-  return PageCodecs(pair);
+  return choice;
 }
 
 void TurnOptions::AddTo(CLI::App& app) {
@@ -232,7 +234,9 @@ Result<std::unique_ptr<Sequence>> NewSequence(const ModelOptions& options, std::
   sequence.n_batch = options.n_batch;
   sequence.trace = trace;
   sequence.refine = options.refine;
-  QKV_ASSIGN_OR_RETURN(sequence.kv, ChooseCodecs(options, model.get()));
+  QKV_ASSIGN_OR_RETURN(KvChoice choice, ChooseCodecs(options, model.get()));
+  sequence.kv = std::move(choice.codecs);
+  sequence.groups = choice.groups;
   QKV_ASSIGN_OR_RETURN(sequence.calibration, CalibrationOf(options, *model));
   sequence.on_progress = [bar = std::make_shared<Progress>("reading")](size_t done, size_t total) {
     bar->Update(done, total);

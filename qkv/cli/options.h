@@ -21,9 +21,9 @@ struct ModelOptions {
   int n_threads = 0;  // 0: all cores
   int n_batch = 512;
   std::string kv = "i8";
-  bool balanced = false;             // with the calibration beside the model
-  double kv_bits = 0;                // > 0: the best pair within it, instead of `kv`
-  std::optional<PageCodecs> chosen;  // instead of both
+  bool balanced = false;           // with the calibration beside the model
+  double kv_bits = 0;              // > 0: the best pair within it, instead of `kv`
+  std::optional<KvChoice> chosen;  // instead of both
   double refine = kDefaultRefine;
 
   void AddTo(CLI::App& app);
@@ -70,7 +70,7 @@ void AddRefineOption(CLI::App& app, double& refine);
 // BITS of "layers:BITS", the codecs by layer that take no more per value; nothing: other codecs. Error: kInvalidArgument.
 Result<std::optional<double>> ParseLayerBits(const std::string& kv);
 // The codecs to write: those named, or the best within --kv-bits of this model. Without a model only the flags are checked.
-Result<PageCodecs> ChooseCodecs(const ModelOptions& options, const Model* model);
+Result<KvChoice> ChooseCodecs(const ModelOptions& options, const Model* model);
 
 // Loads the model and makes a sequence; shows prefill progress on a terminal.
 Result<std::shared_ptr<const Model>> LoadModel(const ModelOptions& options);

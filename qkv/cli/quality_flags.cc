@@ -51,19 +51,19 @@ HandoffQuality::HandoffQuality(const QualityFlags& flags, std::shared_ptr<const 
                      .calibration = std::move(calibration)}) {}
 HandoffQuality::~HandoffQuality() = default;
 
-Result<PageCodecs> HandoffQuality::Choose(const PageCodecs& kv) {
+Result<KvChoice> HandoffQuality::Choose(const KvChoice& kv) {
   if (flags_.gate == "off") return kv;
   if (flags_.gate == "warn") {
     QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, gate_.Check(kv));
     if (!verdict.Within()) {
-      shown_->Note(fmt::format("codec '{}' hurts this model: {}", ToString(kv.pair), verdict.Describe()));
+      shown_->Note(fmt::format("codec '{}' hurts this model: {}", ToString(kv), verdict.Describe()));
     }
     return kv;
   }
   QKV_ASSIGN_OR_RETURN(const QualityGate::Choice choice, gate_.Choose(kv));
   if (!(choice.kv == kv)) {
-    shown_->Note(fmt::format("codec '{}' hurts this model: {}; using '{}' instead (--quality-gate)", ToString(kv.pair),
-                             choice.verdicts.front().Describe(), ToString(choice.kv.pair)));
+    shown_->Note(fmt::format("codec '{}' hurts this model: {}; using '{}' instead (--quality-gate)", ToString(kv),
+                             choice.verdicts.front().Describe(), ToString(choice.kv)));
   }
   return choice.kv;
 }

@@ -32,8 +32,8 @@ class HandoffQuality {
   ~HandoffQuality();
 
   // What is to be written where `kv` was asked for: itself, or with "enforce" the next better preset that is within its
-  // bound. Errors: ParseCodecPair's and the gate's.
-  Result<PageCodecs> Choose(const PageCodecs& kv);
+  // bound. Errors: the gate's.
+  Result<KvChoice> Choose(const KvChoice& kv);
 
   // For Agent::AdmitBy. Error: kIncompatible/quality_gate, with the figures.
   Status Admit(const Context& context);

@@ -86,7 +86,7 @@ Result<int> Run(const Options& options) {
   FlowScreen screen(options.quiet);
   run.mode = options.mode == "text" ? FlowMode::kText : FlowMode::kHandoff;
   if (!options.kv.empty()) {
-    QKV_ASSIGN_OR_RETURN(run.kv, ParseCodecPair(options.kv));
+    QKV_ASSIGN_OR_RETURN(run.kv, ParseKvChoice(options.kv));
   }
   if (options.kv_bits > 0 && !options.compare && run.mode == FlowMode::kHandoff) {
     QKV_RETURN_IF_ERROR(ApplyKvBits(options.kv_bits, options.quality, flow, run));
@@ -109,7 +109,7 @@ Result<int> Run(const Options& options) {
 
   FlowReport report;
   if (options.compare) {
-    QKV_ASSIGN_OR_RETURN(report, CompareModes(flow, run, [&](FlowMode mode, CodecPair kv) {
+    QKV_ASSIGN_OR_RETURN(report, CompareModes(flow, run, [&](FlowMode mode, const KvChoice& kv) {
                            screen.Heading(mode == FlowMode::kText ? "independent agents, text handed over"
                                                                   : fmt::format("{} pages handed over", ToString(kv)));
                          }));
@@ -178,8 +178,8 @@ void AddRun(CLI::App& app, int& status) {
       ->check(CLI::Range(1, 1 << 24));
   command->add_option("-t,--threads", options->n_threads, "threads of all agents together; overrides the flow's")
       ->check(CLI::Range(1, 256));
-  auto* kv_option =
-      command->add_option("--kv", options->kv, "without --compare: codec of the pages")->type_name("CODEC");
+  auto* kv_option = command->add_option("--kv", options->kv, "without --compare: codec of the pages, as of generate")
+                        ->type_name("CODEC");
   command
       ->add_option("--kv-bits", options->kv_bits,
                    "instead of --kv: the best codecs that take at most this many bits per value, by layer where "

@@ -27,6 +27,14 @@ std::string StatsText(const TurnResult& result) {
   }
   if (result.keys_with_refinement > 0)
     text += fmt::format(", {:.1f} % of the keys refined", 100 * result.refined_share());
+  if (result.tokens_grouped > 0) {
+    text += fmt::format("\nqkvshare: {} tokens grouped by importance, {} of them dropped", result.tokens_grouped,
+                        result.tokens_dropped);
+    if (result.sample_ms > 0) {
+      text += fmt::format("; sampling attention took {:.1f} ms, {:.1f} % of reading the prompt, grouping {:.1f} ms",
+                          result.sample_ms, 100 * result.sample_share, result.group_ms);
+    }
+  }
   return text + "\n";
 }
 
@@ -76,6 +84,11 @@ std::string TurnToJson(const TurnResult& result, double load_ms, const std::opti
   json["refined_share"] = result.refined_share();
   json["keys_refined"] = result.keys_refined;
   json["keys_with_refinement"] = result.keys_with_refinement;
+  json["tokens_grouped"] = result.tokens_grouped;
+  json["tokens_dropped"] = result.tokens_dropped;
+  json["sample_ms"] = result.sample_ms;
+  json["sample_share"] = result.sample_share;
+  json["group_ms"] = result.group_ms;
   if (!result.context_id.empty()) {
     json["context_id"] = result.context_id;
     json["publish_ms"] = result.publish_ms;

@@ -297,8 +297,12 @@ Status Agent::CheckRoom(const TurnRequest& request, size_t n_context, size_t n_n
 Status Agent::ReadTokens(std::span<const Token> tokens, TurnResult& result) {
   const auto start = Clock::now();
   const TraceSpan span(sequence_->trace(), "read");
+  const double sampled = sequence_->stats().sample_ms, grouped = sequence_->stats().group_ms;
   QKV_RETURN_IF_ERROR(sequence_->Forward(tokens));
   result.prefill_ms = MsSince(start);
+  result.sample_ms = sequence_->stats().sample_ms - sampled;
+  result.sample_share = result.sample_ms / (result.prefill_ms * sequence_->n_threads());
+  result.group_ms = sequence_->stats().group_ms - grouped;
   return {};
 }
 
@@ -538,6 +542,8 @@ Result<TurnResult> Agent::Run(const TurnRequest& request, const std::function<bo
   result.kv_bits_read = stats.read_bits();
   result.keys_with_refinement = stats.keys_with_refinement;
   result.keys_refined = stats.keys_refined;
+  result.tokens_grouped = sequence_->groups().size();
+  result.tokens_dropped = stats.tokens_dropped;
   Report(request, result, /*failed=*/false);
   return result;
 }

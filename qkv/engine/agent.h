@@ -121,6 +121,13 @@ struct TurnResult {
   double kv_bits_read = 0;
   uint64_t keys_with_refinement = 0;
   uint64_t keys_refined = 0;
+  // Of the context: tokens grouped by importance, and how many of them were dropped. And what it cost this turn: CPU time of
+  // all threads in sampling attention, also against all of it while the prompt was read; and time of grouping.
+  int64_t tokens_grouped = 0;
+  int64_t tokens_dropped = 0;
+  double sample_ms = 0;
+  double sample_share = 0;
+  double group_ms = 0;
   double refined_share() const {
     return keys_with_refinement == 0 ? 0
                                      : static_cast<double>(keys_refined) / static_cast<double>(keys_with_refinement);

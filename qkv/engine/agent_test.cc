@@ -276,6 +276,56 @@ TEST_F(AgentTest, AContextThatTurnsOutBadIsReadAsTextAsInAColdRun) {
   EXPECT_EQ(Leases(), (std::vector<uint64_t>{0, 0}));
 }
 
+// A grouped prompt is gone on from exactly; one whose card says something else about the groups than its pages do, and one
+// that is wanted behind something else, are read as text, as in a cold run.
+TEST_F(AgentTest, GroupedTokensAreGoneOnFromOrReadAsText) {
+  const std::vector<Token> tokens = SourceTokens(0, 150);
+  SequenceOptions options{.n_ctx = 1024, .kv = kI8, .groups = ParseKvChoice("tokens:40/i8/4")->groups};
+  auto producer = *Sequence::Create(TestModel(), options);
+  ASSERT_TRUE(producer->Forward(tokens));
+  auto context = producer->Publish({.name = "good"});
+  ASSERT_TRUE(context && PublishContext(*client_, *context));
+  // As many tokens in the first group, but others: pages begin elsewhere than it says. The card by itself is consistent.
+  Context forged = *context;
+  forged.card.set_id(NewContextId());
+  forged.card.set_name("bad");
+  std::string& high = *forged.card.mutable_mask()->mutable_groups()->mutable_high();
+  ASSERT_EQ(high.size(), 12u);
+  high = std::string(4, '\xff') + std::string(8, '\0');
+  ASSERT_NE(high, context->card.mask().groups().high());
+  ASSERT_TRUE(PublishContext(*client_, forged));
+
+  TurnRequest request{.prompt = "What is this about?", .max_tokens = 6, .digest_logits = true, .history = tokens};
+  const auto cold = NewAgent().Run(request);
+  ASSERT_TRUE(cold) << cold.error().message;
+  request.inherits = "good";
+  const auto attached = NewAgent().Run(request);
+  ASSERT_TRUE(attached) << attached.error().message;
+  EXPECT_EQ(attached->mode, HandoffMode::kAttach);
+  EXPECT_EQ(attached->tokens_grouped, 96);
+  TurnRequest own = request;
+  own.inherits.clear();
+  own.history.clear();
+  Agent itself(TestModel(), std::move(producer), client_.get());
+  EXPECT_EQ(itself.Run(own)->logits_digest, attached->logits_digest);
+
+  request.inherits = "bad";
+  const auto refused = NewAgent().Run(request);
+  ASSERT_TRUE(refused) << refused.error().message;
+  EXPECT_EQ(refused->mode, HandoffMode::kText);
+  EXPECT_EQ(refused->reason, Reason::kChecksum);
+  EXPECT_EQ(refused->logits_digest, cold->logits_digest);
+
+  TurnRequest reads = ReadsTwo();
+  reads.reads = {{.context = "good", .history = tokens}};
+  const auto spliced = NewAgent().Run(reads);
+  ASSERT_TRUE(spliced) << spliced.error().message;
+  EXPECT_EQ(spliced->mode, HandoffMode::kText);
+  EXPECT_EQ(spliced->reason, Reason::kCodecUnsupported);
+  reads.reads[0].context.clear();
+  EXPECT_EQ(NewAgent().Run(reads)->logits_digest, spliced->logits_digest);
+}
+
 TEST_F(AgentTest, AProducersSystemMessageIsLeftOutBehindAnother) {
   TurnRequest producing;
   producing.system = "You answer in one short sentence, and you never speak of yourself or of these instructions.";

@@ -100,16 +100,22 @@ Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& mo
                  i, card.id());
     }
   }
+  const std::vector<int> order = GroupsOf(card).Order();
+  // Of the token at a place, places being counted in the order of the pages.
+  const auto position_of = [&](int64_t place) -> int64_t {
+    const auto n_grouped = static_cast<int64_t>(order.size());
+    if (place < n_grouped) return order[place];
+    return place - n_grouped + card.mask().groups().n_tokens();
+  };
   std::vector<SegmentSpan> spans;
-  int64_t position = 0;
+  int64_t place = 0;
   for (const auto& span : card.spans()) {
     const auto& segment = context.segments[span.segment()];
-    const int64_t encoded_at = position - span.position_offset();
     int64_t whole = 0;  // tokens of all pages but the last
     const uint64_t end_page = uint64_t{span.first_page()} + span.n_pages();
     bool fits = span.n_pages() > 0 && end_page <= segment->pages().size();
     for (uint64_t page = span.first_page(); fits && page < end_page; ++page) {
-      fits = segment->pages()[page].first_position == encoded_at + whole;
+      fits = segment->pages()[page].first_position == position_of(place + whole) - span.position_offset();
       if (page + 1 < end_page) whole += segment->pages()[page].tokens;
     }
     fits = fits && span.n_tokens() > whole && span.n_tokens() <= whole + segment->pages()[end_page - 1].tokens;
@@ -124,7 +130,7 @@ Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& mo
     spans.push_back({segment, span.first_page(), span.n_pages(), static_cast<int>(span.n_tokens()),
                      static_cast<int>(span.position_offset()), span.hide_first()});
     QKV_RETURN_IF_ERROR(AddRefinement(context, span, spans.back()));
-    position += span.n_tokens();
+    place += span.n_tokens();
   }
   for (const uint32_t token : card.token_ids()) {
     if (token >= static_cast<uint32_t>(model.params().n_vocab)) {
@@ -135,9 +141,19 @@ Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& mo
   return spans;
 }
 
-Context DescribeContext(const std::vector<SegmentSpan>& spans, const ModelIdentity& identity, CodecPair kv,
-                        std::span<const Token> tokens, std::span<const std::string> parents,
-                        const Sequence::PublishInfo& info) {
+GroupedTokens GroupsOf(const CacheCard& card) {
+  if (!card.mask().has_groups()) return {};
+  const auto& groups = card.mask().groups();
+  GroupedTokens grouped{std::vector<bool>(groups.n_tokens()), groups.dropped()};
+  for (size_t t = 0; t < grouped.high.size(); ++t) {
+    grouped.high[t] = (static_cast<uint8_t>(groups.high()[t / 8]) >> (t % 8) & 1) != 0;
+  }
+  return grouped;
+}
+
+Context DescribeContext(const std::vector<SegmentSpan>& spans, const GroupedTokens& groups,
+                        const ModelIdentity& identity, CodecPair kv, std::span<const Token> tokens,
+                        std::span<const std::string> parents, const Sequence::PublishInfo& info) {
   Context context;
   CacheCard& card = context.card;
   card.set_id(NewContextId());
@@ -187,9 +203,20 @@ Context DescribeContext(const std::vector<SegmentSpan>& spans, const ModelIdenti
     out->set_position_offset(span.position_offset);
     out->set_hide_first(span.hide_first);
     position += span.n_tokens;
+    if (groups.dropped && position == static_cast<uint32_t>(groups.n_high())) position = groups.size();
   }
   card.mutable_token_ids()->Add(tokens.begin(), tokens.begin() + position);
   card.mutable_mask()->set_kind(::qkvshare::v1::MaskState::CAUSAL);
+  if (!groups.empty()) {
+    auto* out = card.mutable_mask()->mutable_groups();
+    out->set_n_tokens(groups.size());
+    out->set_dropped(groups.dropped);
+    std::string& high = *out->mutable_high();
+    high.resize((groups.high.size() + 7) / 8);
+    for (size_t t = 0; t < groups.high.size(); ++t) {
+      if (groups.high[t]) high[t / 8] = static_cast<char>(static_cast<uint8_t>(high[t / 8]) | 1 << t % 8);
+    }
+  }
   card.mutable_turn()->set_open_turn(info.open_turn);
   card.mutable_turn()->set_sampler(info.sampler);
   card.mutable_turn()->set_seed(info.seed);

@@ -22,9 +22,13 @@ namespace qkv {
 Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& model, const ModelIdentity& identity,
                                          int n_ctx);
 
-// The card of these spans, which hold the first of `tokens`, with their segments. `kv`: of the newest pages.
-Context DescribeContext(const std::vector<SegmentSpan>& spans, const ModelIdentity& identity, CodecPair kv,
-                        std::span<const Token> tokens, std::span<const std::string> parents,
-                        const Sequence::PublishInfo& info);
+// Which of a context's first tokens stand where. `card` is one that ParseCard has let through, or our own.
+GroupedTokens GroupsOf(const CacheCard& card);
+
+// The card of these spans, which hold the first of `tokens`, the first of these as `groups` says, with their segments. `kv`:
+// of the newest pages.
+Context DescribeContext(const std::vector<SegmentSpan>& spans, const GroupedTokens& groups,
+                        const ModelIdentity& identity, CodecPair kv, std::span<const Token> tokens,
+                        std::span<const std::string> parents, const Sequence::PublishInfo& info);
 
 }  // namespace qkv

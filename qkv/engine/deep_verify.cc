@@ -120,6 +120,12 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
         "can be verified",
         context.card.id());
   }
+  if (context.card.mask().has_groups()) {
+    return Err(Code::kInvalidArgument,
+               "the first {} tokens of context '{}' are grouped by importance, in pages of two codecs or none, so that "
+               "only checksums can be verified",
+               context.card.mask().groups().n_tokens(), context.card.id());
+  }
   const size_t n_vocab = static_cast<size_t>(model->params().n_vocab);
 
   // Card and pages first: what follows may then be decoded.

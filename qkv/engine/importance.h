@@ -2,57 +2,54 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// How much attention each token of a prompt gets from the prompt itself, summed over layers and heads and divided by the
-// number of queries that could see it: the producer's guess at what later readers will look at (Sequence::Regroup).
+// How much attention each token of a prompt gets from the prompt itself: the mean weight, over layers and query heads,
+// that the queries gave it which could see it. The producer's guess at what later readers will look at
+// (token_groups.h).
 //
-// Computed beside a sequence's own attention, from the rows that SequenceOptions::on_rows shows, in O(tokens²) for every
-// layer and head: for evaluation, not for a prefill that somebody waits for. One thread.
+// Of a sample of the queries: in every layer one in `every`, each layer beginning at another one, so that all parts of
+// a prompt are looked at from some layers. What is divided by is the number of sampled queries that could see the
+// token, so early tokens get no advantage from having been seen more often. Computed in the steps of a prefill, from
+// the keys in the tail, by the threads that compute the step; same numbers with any number of threads.
 
-#include <optional>
+#include <memory>
 #include <span>
-#include <string_view>
 #include <vector>
 
 #include "qkv/attention/attention.h"
-#include "qkv/engine/sequence.h"
+#include "qkv/attention/weights.h"
 
 namespace qkv {
 
-class AttentionMass {
+class AttentionSampler {
  public:
-  AttentionMass(const AttentionShape& shape, int n_layers);
+  static constexpr int kEvery = 32;  // costs less than 1 % of a prefill (docs/EVALUATION.md)
 
-  // An observer of a sequence that starts empty; in order of its batches.
-  void Take(RowKind kind, int layer, int n_tokens, std::span<const float> rows);
+  AttentionSampler(const AttentionShape& shape, int n_layers, int every = kEvery);
 
-  // [tokens read]: the mean weight, over layers and query heads, that a query which saw the token gave it.
+  // The position within its run of `every` at which a layer's queries are taken.
+  int phase(int layer) const;
+
+  // Before a step that reads n_queries tokens behind those of the steps before.
+  void BeginStep(int n_queries, int n_threads);
+  // Once per step, layer (ascending) and KV head; different KV heads of a layer may come from different threads at
+  // once. `pages`: all that was read, halves, the step's keys included (AddWeights). q: [n_queries][n_heads][head_dim].
+  void Take(int layer, int kv_head, std::span<const PageRef> pages, const float* q, int thread);
+
+  // [tokens read]; 0 for a token that no sampled query has seen.
   std::vector<float> importance() const;
 
  private:
-  struct Layer {
-    std::vector<float> keys;  // [n_tokens][n_kv_heads][head_dim]
-    int n_tokens = 0;
+  struct AlignedFree {
+    void operator()(std::byte* p) const;
   };
-  AttentionShape shape_;
-  std::vector<Layer> layers_;
-  std::vector<double> mass_;  // [token]
+  const AttentionShape shape_;
+  const int n_layers_;
+  const int every_;
+  int n_tokens_ = 0;
+  int step_tokens_ = 0;
+  size_t scratch_stride_ = 0;
+  std::unique_ptr<std::byte[], AlignedFree> scratch_;  // [threads][scratch_stride_]
+  std::vector<std::vector<float>> mass_;               // [KV head][token]
 };
-
-// How to group a context's tokens: the `share` of them that `by` puts first in pages of `high`, the others in pages of
-// `low`, or nowhere.
-struct TokenGroups {
-  enum class By : uint8_t { kAttention, kRandom };
-  By by = By::kAttention;
-  double share = 0.2;
-  CodecPair high;
-  std::optional<CodecPair> low;
-};
-// "attention/20/8/4", "random/20/8/drop": by, percent, high, low. Errors: kInvalidArgument.
-Result<TokenGroups> ParseTokenGroups(std::string_view text);
-// Stored bits per value of all n_tokens, whole pages not counted. The first token is always among the high ones.
-double BitsPerValue(const TokenGroups& groups, int n_tokens, int head_dim);
-
-// [n]: for comparison, the same numbers every time.
-std::vector<float> RandomImportance(size_t n);
 
 }  // namespace qkv

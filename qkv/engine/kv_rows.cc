@@ -10,6 +10,7 @@
 namespace qkv {
 
 KvRows DecodeRows(const Context& context, int first, int n, const PqCodebooks* codebooks) {
+  QKV_CHECK(!context.card.mask().has_groups());
   const Geometry& geometry = context.segments.front()->geometry();
   const size_t token_floats = static_cast<size_t>(geometry.n_kv_heads) * geometry.head_dim;
   const size_t layer_floats = token_floats * static_cast<size_t>(n);

@@ -17,7 +17,7 @@ struct KvRows {
 };
 
 // Of tokens [first, first + n) of a context, keys as they were encoded: a moved page's are those of its old position.
-// `codebooks`: those that its card names, if it names some.
+// `codebooks`: those that its card names, if it names some. REQUIRES: the context's tokens are not grouped.
 KvRows DecodeRows(const Context& context, int first, int n, const PqCodebooks* codebooks = nullptr);
 
 // Turns the keys of `rows` by that many positions, in double precision.

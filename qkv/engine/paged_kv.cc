@@ -7,10 +7,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <cmath>
 #include <cstring>
+#include <iterator>
 #include <new>
-#include <numeric>
 
 #include "qkv/engine/preset.h"
 
@@ -35,13 +34,14 @@ class SpanBuilder {
   };
   // `refinement` with a null segment: the page has none.
   void Add(const Page& page, const Page& refinement, const PageRef& ref) {
-    const bool goes_on = !spans_.empty() && spans_.back().segment == page.segment &&
+    const bool goes_on = !broken_ && !spans_.empty() && spans_.back().segment == page.segment &&
                          spans_.back().first_page + spans_.back().n_pages == page.index &&
                          spans_.back().refinement == refinement.segment &&
                          (refinement.segment == nullptr ||
                           spans_.back().first_refinement_page + spans_.back().n_pages == refinement.index) &&
                          last_tokens_ == page.segment->pages()[page.index - 1].tokens &&
                          spans_.back().position_offset == ref.position_offset && !ref.hide_first;
+    broken_ = false;
     if (!goes_on) {
       spans_.push_back(
           {page.segment, page.index, 0, 0, ref.position_offset, ref.hide_first, refinement.segment, refinement.index});
@@ -50,11 +50,14 @@ class SpanBuilder {
     spans_.back().n_tokens += ref.tokens;
     last_tokens_ = ref.tokens;
   }
+  // The next page begins a span.
+  void Break() { broken_ = true; }
   std::vector<SegmentSpan> Take() { return std::move(spans_); }
 
  private:
   std::vector<SegmentSpan> spans_;
   int last_tokens_ = 0;  // used of the last page
+  bool broken_ = false;
 };
 
 }  // namespace
@@ -85,7 +88,7 @@ PagedKv::~PagedKv() {
   encoder_.join();
 }
 
-void PagedKv::Reset(std::vector<SegmentSpan> spans) {
+void PagedKv::Reset(std::vector<SegmentSpan> spans, GroupedTokens groups) {
   (void)SettleSubmitted();  // the encoder must not touch what is dropped here
   records_.clear();
   record_refs_.clear();
@@ -96,8 +99,8 @@ void PagedKv::Reset(std::vector<SegmentSpan> spans) {
   writer_serial_ = 0;
   constants_.reset();
   constants_fixed_ = false;
-  grouped_tokens_ = 0;
-  dropped_tokens_ = 0;
+  groups_ = std::move(groups);
+  encoder_of_low_.reset();
   n_tokens_ = 0;
   step_tokens_ = 0;
   Append(spans);
@@ -105,7 +108,7 @@ void PagedKv::Reset(std::vector<SegmentSpan> spans) {
 
 Status PagedKv::Flush() {
   QKV_CHECK(step_tokens_ == 0);
-  int position = settled_tokens();
+  int position = settled_tokens() + groups_.n_dropped();
   for (TailPage& page : tail_) {
     if (page.submitted_at < 0) Submit(page, position);
     position += page.tokens;
@@ -173,10 +176,14 @@ void PagedKv::DropUnusedConstants() {
   constants_.reset();
   constants_fixed_ = false;
   // The open segment would pass the old ones on; it holds pages that were truncated away.
-  if (NeedsConstants(encoder_of_kv_.kv())) {
+  if (WritesRotated()) {
     writer_.reset();
     refinement_writer_.reset();
   }
+}
+
+bool PagedKv::WritesRotated() const {
+  return NeedsConstants(encoder_of_kv_.kv()) || (encoder_of_low_ && NeedsConstants(encoder_of_low_->kv()));
 }
 
 Status PagedKv::Verify(int threads) {
@@ -204,6 +211,7 @@ Status PagedKv::Verify(int threads) {
 
 PagedKv::TailPage PagedKv::NewTailPage() {
   TailPage page;
+  page.encoder = &encoder_of_kv_;
   if (!spare_.empty()) {
     page.data = std::move(spare_.back());
     spare_.pop_back();
@@ -289,8 +297,11 @@ void PagedKv::AppendRows(int layer, const float* k, const float* v, size_t v_str
 
 void PagedKv::EndStep(bool submit) {
   n_tokens_ += std::exchange(step_tokens_, 0);
-  if (!submit) return;
-  int position = settled_tokens();
+  if (submit) SubmitFull();
+}
+
+void PagedKv::SubmitFull() {
+  int position = settled_tokens() + groups_.n_dropped();
   for (TailPage& page : tail_) {
     if (page.tokens == kPageTokens && page.submitted_at < 0) Submit(page, position);
     position += page.tokens;
@@ -336,10 +347,11 @@ Status PagedKv::CopyToTail(const RowTransform& transform) {
 
 void PagedKv::Submit(TailPage& page, int first_position) {
   page.submitted_at = n_tokens_;
+  page.first_position = first_position;
   Job job{.page = {page.data.get(), page.tokens},
           .first_position = static_cast<uint32_t>(first_position),
-          .encoder = &encoder_of_kv_};
-  if (NeedsConstants(encoder_of_kv_.kv()) && !constants_fixed_) {
+          .encoder = page.encoder};
+  if (WritesRotated() && !constants_fixed_) {
     for (const TailPage& other : tail_) job.constants_of.push_back({other.data.get(), other.tokens});
     constants_fixed_ = true;
   }
@@ -362,7 +374,7 @@ Status PagedKv::SettleFront() {
   }
   encode_wait_ms_ += MsSince(start);
   if (!encoded.status) {
-    Submit(page, settled_tokens());
+    Submit(page, page.first_position);
     return encoded.status;
   }
   records_.push_back({.writer_serial = encoded.writer_serial,
@@ -370,7 +382,7 @@ Status PagedKv::SettleFront() {
                       .page = encoded.page,
                       .tokens = page.tokens,
                       .refinement_page = encoded.refinement_page,
-                      .bytes = encoder_of_kv_.page_bytes()});
+                      .bytes = page.encoder->page_bytes()});
   record_refs_.push_back(encoded.ref);
   record_refs_.back().tokens = page.tokens;
   if (spare_.size() < kMaxSpareTailPages) spare_.push_back(std::move(page.data));
@@ -388,12 +400,15 @@ Status PagedKv::SettleSubmitted() {
 }
 
 Result<std::vector<SegmentSpan>> PagedKv::SealAll() {
-  if (grouped_tokens_ > 0) {
-    return Err(Code::kInvalidArgument, "a context grouped by importance cannot be published: no card describes it");
+  if (!groups_.empty() && n_tokens() == groups_.size()) {
+    return Err(Code::kInvalidArgument,
+               "the {} tokens are all grouped by importance; a context has at least one behind such", n_tokens());
   }
   QKV_RETURN_IF_ERROR(Flush());
   if (writer_ != nullptr) QKV_RETURN_IF_ERROR(SealWriter());
   SpanBuilder spans;
+  const int n_high = groups_.n_high(), n_grouped = groups_.n_in_pages();
+  int place = 0;
   for (size_t i = 0; i < records_.size(); ++i) {
     PageRecord& record = records_[i];
     if (record.writer_serial >= 0) {
@@ -401,6 +416,8 @@ Result<std::vector<SegmentSpan>> PagedKv::SealAll() {
       record.segment = sealed.segment;
       record.refinement = sealed.refinement;
     }
+    if (place == n_high || place == n_grouped) spans.Break();
+    place += record.tokens;
     spans.Add({record.segment, record.page}, {record.refinement, record.refinement_page}, record_refs_[i]);
   }
   // Whose pages were all truncated away: nothing of this object reads them any more.
@@ -414,7 +431,7 @@ std::vector<SegmentSpan> PagedKv::SealedPrefix() const {
   // With no job to do, the encoder leaves sealed_ alone.
   std::lock_guard lock(mutex_);
   SpanBuilder spans;
-  if (!jobs_.empty() || grouped_tokens_ > 0) return {};
+  if (!jobs_.empty() || !groups_.empty()) return {};
   for (size_t i = 0; i < records_.size(); ++i) {
     const PageRecord& record = records_[i];
     Sealed sealed{record.segment, record.refinement};
@@ -428,13 +445,14 @@ std::vector<SegmentSpan> PagedKv::SealedPrefix() const {
 }
 
 Status PagedKv::Truncate(int n_tokens) {
-  if (n_tokens < grouped_tokens_) {
+  if (n_tokens > 0 && n_tokens < groups_.size()) {
     return Err(Code::kInvalidArgument, "the first {} tokens are grouped by importance and cannot be cut to {}",
-               grouped_tokens_, n_tokens);
+               groups_.size(), n_tokens);
   }
-  n_tokens -= dropped_tokens_;
+  if (n_tokens > 0) n_tokens -= groups_.n_dropped();
   QKV_CHECK(n_tokens >= 0 && n_tokens <= n_tokens_ && step_tokens_ == 0);
   QKV_RETURN_IF_ERROR(SettleSubmitted());
+  if (n_tokens == 0) groups_ = {};
   int left = n_tokens_ - n_tokens;
   while (left > 0) {
     const bool in_tail = !tail_.empty();
@@ -457,124 +475,57 @@ Status PagedKv::Truncate(int n_tokens) {
   return {};
 }
 
-Result<std::vector<F16Page>> PagedKv::F16Records() const {
-  std::vector<F16Page> pages;
-  for (const PageRef& ref : record_refs_) {
-    if (ref.codecs != kTailCodecs || ref.position_offset != 0 || ref.hide_first) {
-      return Err(Code::kInvalidArgument, "only a context of f16 pages can be encoded anew, found a page of {}",
-                 ref.position_offset != 0 ? "a moved context" : ToString(ref.codecs));
-    }
-    pages.push_back({ref.data, ref.tokens});
-  }
-  const bool sealed = std::ranges::all_of(records_, [](const PageRecord& r) { return r.segment != nullptr; });
-  if (!tail_.empty() || pages.empty() || !sealed || grouped_tokens_ > 0) {
-    return Err(Code::kInvalidArgument, "only a context that was published whole can be encoded anew");
-  }
-  return pages;
+bool PagedKv::only_tail() const {
+  return records_.empty() && std::ranges::all_of(tail_, [](const TailPage& page) { return page.submitted_at < 0; });
 }
 
-// With no job under way the encoder's things are the owner's.
-Status PagedKv::ReplaceRecords(std::vector<Job> jobs) {
-  std::vector<PageRecord> records;
-  std::vector<PageRef> refs;
-  int n_tokens = 0;
-  // No record is in an open segment; what is in there was truncated away.
-  writer_.reset();
-  refinement_writer_.reset();
-  for (const Job& job : jobs) {
-    Encoded encoded = Encode(job);
-    if (!encoded.status) return encoded.status;
-    records.push_back({.writer_serial = encoded.writer_serial,
-                       .own = true,
-                       .page = encoded.page,
-                       .tokens = job.page.tokens,
-                       .refinement_page = encoded.refinement_page,
-                       .bytes = job.encoder->page_bytes()});
-    refs.push_back(encoded.ref);
-    n_tokens += job.page.tokens;
-  }
-  constants_fixed_ = !jobs.front().constants_of.empty();
-  records_ = std::move(records);
-  record_refs_ = std::move(refs);
-  n_tokens_ = n_tokens;
-  RebuildRefs();
-  return {};
-}
-
-Status PagedKv::Regroup(std::span<const float> importance, double share, CodecPair high, std::optional<CodecPair> low) {
-  QKV_ASSIGN_OR_RETURN(const std::vector<F16Page> pages, F16Records());
-  if (high.refine || (low && low->refine)) {
-    return Err(Code::kInvalidArgument, "pages grouped by importance have no refinement");
-  }
-  if (codebooks_ == nullptr && (NeedsBooks(high) || (low && NeedsBooks(*low))))
-    return Err(Code::kInvalidArgument, "pages in pq4 and pq2 need codebooks");
-  if (std::ranges::any_of(importance, [](float x) { return std::isnan(x); })) {
-    return Err(Code::kInvalidArgument, "importance is not a number");
-  }
-  if (importance.size() != static_cast<size_t>(n_tokens_) || !(share >= 0 && share <= 1)) {
-    return Err(Code::kInvalidArgument, "{} numbers for {} tokens and a share of {}, expected one each, 0 to 1",
-               importance.size(), n_tokens_, share);
-  }
-  // The first token stays the first, where it is exact.
-  std::vector<int> order(n_tokens_ - 1);
-  std::iota(order.begin(), order.end(), 1);
-  std::ranges::stable_sort(order, [&](int a, int b) { return importance[a] > importance[b]; });
-  const auto n_high = std::min<size_t>(order.size(), static_cast<size_t>(std::lround(share * n_tokens_)));
-  std::vector<int> groups[2] = {{0}, {}};
-  groups[0].insert(groups[0].end(), order.begin(), order.begin() + static_cast<ptrdiff_t>(n_high));
-  if (low) groups[1].assign(order.begin() + static_cast<ptrdiff_t>(n_high), order.end());
-
-  std::vector<size_t> page_of;  // [token]
-  std::vector<int> place_of;
-  for (size_t i = 0; i < pages.size(); ++i) {
-    for (int t = 0; t < pages[i].tokens; ++t) {
-      page_of.push_back(i);
-      place_of.push_back(t);
-    }
-  }
-  const PageEncoder encoders[2] = {{geometry_, high, codebooks_.get()},
-                                   {geometry_, low.value_or(high), codebooks_.get()}};
-  std::vector<TailPage> grouped;  // until they are encoded
-  std::vector<Job> jobs;
-  for (int g = 0; g < 2; ++g) {
-    std::ranges::sort(groups[g]);
-    for (size_t at = 0; at < groups[g].size(); at += kPageTokens) {
-      TailPage& page = grouped.emplace_back(NewTailPage());
-      page.tokens = static_cast<int>(std::min<size_t>(kPageTokens, groups[g].size() - at));
-      for (int t = 0; t < page.tokens; ++t) {
-        const int token = groups[g][at + t];
-        CopyToken(pages[page_of[token]].data, place_of[token], page.data.get(), t);
-      }
-      jobs.push_back({.page = {page.data.get(), page.tokens},
-                      .first_position = static_cast<uint32_t>(groups[g][at]),
-                      .encoder = &encoders[g]});
-    }
-  }
-  if (NeedsConstants(high) || (low && NeedsConstants(*low))) jobs.front().constants_of = pages;
-  const int n_tokens = n_tokens_;
-  QKV_RETURN_IF_ERROR(ReplaceRecords(std::move(jobs)));
-  grouped_tokens_ = n_tokens;
-  dropped_tokens_ = n_tokens - n_tokens_;
-  return {};
-}
-
-void PagedKv::CopyToken(const std::byte* from, int from_token, std::byte* to, int to_token) const {
+PagedKv::TailPage PagedKv::CopyOfTokens(std::span<const int> positions) {
+  TailPage page = NewTailPage();
+  page.tokens = static_cast<int>(positions.size());
   const int head_dim = geometry_.head_dim;
-  const auto half = [](auto* page, size_t offset) {
-    using Half = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(page)>>, const uint16_t, uint16_t>;
-    return reinterpret_cast<Half*>(page + offset);
-  };
+  const auto halves = [](std::byte* data, size_t offset) { return reinterpret_cast<uint16_t*>(data + offset); };
   for (int layer = 0; layer < geometry_.n_layers; ++layer) {
     for (int head = 0; head < geometry_.n_kv_heads; ++head) {
       // f16 blocks (FORMAT.md §3): K [head_dim][32], V [32][head_dim].
       const size_t k = f16_layout_.BlockOffset(Side::kK, layer, head);
       const size_t v = f16_layout_.BlockOffset(Side::kV, layer, head);
-      for (int c = 0; c < head_dim; ++c) {
-        half(to, k)[c * kPageTokens + to_token] = half(from, k)[c * kPageTokens + from_token];
+      for (int t = 0; t < page.tokens; ++t) {
+        std::byte* const from = tail_[positions[t] / kPageTokens].data.get();
+        const int place = positions[t] % kPageTokens;
+        const uint16_t* const k_from = halves(from, k) + place;
+        uint16_t* const k_to = halves(page.data.get(), k) + t;
+        for (int c = 0; c < head_dim; ++c) k_to[c * kPageTokens] = k_from[c * kPageTokens];
+        std::copy_n(halves(from, v) + place * head_dim, head_dim, halves(page.data.get(), v) + t * head_dim);
       }
-      std::copy_n(half(from, v) + from_token * head_dim, head_dim, half(to, v) + to_token * head_dim);
     }
   }
+  return page;
+}
+
+void PagedKv::Group(GroupedTokens groups, std::optional<CodecPair> low) {
+  QKV_CHECK(only_tail() && step_tokens_ == 0 && groups.size() <= n_tokens_ && groups.size() % kPageTokens == 0);
+  if (groups.empty()) return SubmitFull();
+  QKV_CHECK(groups.dropped || low);
+  if (low) encoder_of_low_.emplace(geometry_, *low, codebooks_.get());
+  const TraceSpan span(trace_, "group");
+  const std::vector<int> order = groups.Order();
+  const auto n_high = static_cast<size_t>(groups.n_high());
+  std::vector<TailPage> grouped;
+  for (size_t at = 0; at < order.size();) {
+    const bool high = at < n_high;
+    const size_t n = std::min<size_t>(kPageTokens, (high ? n_high : order.size()) - at);
+    TailPage& page = grouped.emplace_back(CopyOfTokens(std::span(order).subspan(at, n)));
+    page.encoder = high ? &encoder_of_kv_ : &*encoder_of_low_;
+    page.first_position = order[at];
+    at += n;
+  }
+  tail_.erase(tail_.begin(), tail_.begin() + groups.size() / kPageTokens);
+  tail_.insert(tail_.begin(), std::make_move_iterator(grouped.begin()), std::make_move_iterator(grouped.end()));
+  n_tokens_ -= groups.n_dropped();
+  groups_ = std::move(groups);
+  for (size_t i = 0; i < grouped.size(); ++i) Submit(tail_[i], tail_[i].first_position);
+  SubmitFull();
+  RebuildRefs();
 }
 
 uint64_t PagedKv::shared_bytes() const {

@@ -9,6 +9,9 @@
 // Rotated codecs need constants (page_encoder.h) that all pages of a context have in common. They are those of the first
 // rotated page there is, else they are taken from the tail when the first page goes to the encoder.
 //
+// A prompt's tokens may be grouped by importance (token_groups.h): they change places in the tail, so that from there on
+// pages of two codecs are pages like any others, and attention, which asks for no order among past tokens, reads them so.
+//
 // The owner's thread calls everything but AppendRows, which ggml's threads call between BeginStep and EndStep.
 
 #include <array>
@@ -27,6 +30,7 @@
 #include "qkv/attention/attention.h"
 #include "qkv/base/trace.h"
 #include "qkv/engine/page_encoder.h"
+#include "qkv/engine/token_groups.h"
 #include "qkv/segment/segment.h"
 #include "qkv/segment/writer.h"
 
@@ -59,10 +63,10 @@ class PagedKv {
   PagedKv(const PagedKv&) = delete;
   PagedKv& operator=(const PagedKv&) = delete;
 
-  int n_tokens() const { return n_tokens_ + dropped_tokens_; }
+  int n_tokens() const { return n_tokens_ + groups_.n_dropped(); }
 
-  // Replaces everything by these spans. They must fit the geometry.
-  void Reset(std::vector<SegmentSpan> spans);
+  // Replaces everything by these spans, whose first pages hold `groups`. They must fit the geometry.
+  void Reset(std::vector<SegmentSpan> spans, GroupedTokens groups = {});
 
   // Everything in the tail becomes pages, in a segment that may stay open.
   Status Flush();
@@ -85,6 +89,12 @@ class PagedKv {
   void AppendRows(int layer, const float* k, const float* v, size_t v_stride, int ith, int nth);
   // The step's tokens are there. `submit`: full pages go to the encoder.
   void EndStep(bool submit);
+  // Everything is in the tail, and nothing of it has gone to the encoder.
+  bool only_tail() const;
+  // Groups the first tokens and sends full pages to the encoder: high ones in the codecs of this object, the others in
+  // pages of `low`, or nowhere if they are dropped. REQUIRES: only_tail(), groups.size() full pages, low unless dropped.
+  void Group(GroupedTokens groups, std::optional<CodecPair> low);
+  const GroupedTokens& groups() const { return groups_; }
   // Copies what is here, all of it f16 pages, into the tail, as if one step had brought it; each row goes through
   // `transform` (may be empty) on the way. Error: kInvalidArgument when a page is of another codec.
   using RowTransform =
@@ -93,19 +103,15 @@ class PagedKv {
   // Takes back what BeginStep made room for.
   void AbortStep();
 
-  // Everything becomes sealed pages; the tail is empty afterwards.
+  // Everything becomes sealed pages; the tail is empty afterwards. Error: kInvalidArgument when nothing is left behind
+  // grouped tokens.
   Result<std::vector<SegmentSpan>> SealAll();
-  // To the first n_tokens, dropped ones included.
+  // To the first n_tokens, dropped ones included. Error: kInvalidArgument when some of them are grouped with others that
+  // are to go; nothing has changed.
   Status Truncate(int n_tokens);
   // The pages from the first on that are in sealed segments already, other sequences' or own. Changes nothing. Empty also
-  // while the encoder is at work.
+  // while the encoder is at work, and where tokens are grouped.
   std::vector<SegmentSpan> SealedPrefix() const;
-
-  // For evaluation, of a context of sealed f16 pages, nothing of it moved or in the tail (else kInvalidArgument, and nothing
-  // has changed): the `share` of the tokens with the highest `importance` (one number per token) and the first token in pages
-  // of codecs `high`, the others in pages of codecs `low`, or nowhere. Neither codec may have a refinement. Pages are then
-  // in no order of tokens: Truncate goes no further back than this, and nothing can be sealed (kInvalidArgument).
-  Status Regroup(std::span<const float> importance, double share, CodecPair high, std::optional<CodecPair> low);
 
   // Refinement pages are counted where attention sees them; own ones always.
   uint64_t shared_bytes() const;  // pages of attached segments, referenced here
@@ -128,8 +134,10 @@ class PagedKv {
   struct TailPage {
     std::unique_ptr<std::byte[], AlignedFree> data;  // f16_layout_.bytes
     int tokens = 0;
-    int submitted_at = -1;  // n_tokens_ when it went to the encoder; -1: has not
-    uint64_t ticket = 0;    // of its job
+    int submitted_at = -1;                 // n_tokens_ when it went to the encoder; -1: has not
+    uint64_t ticket = 0;                   // of its job
+    const PageEncoder* encoder = nullptr;  // which it goes to or went to
+    int first_position = 0;                // known from then on
   };
   // A page that is no longer in the tail. Own pages know their writer's serial until that is sealed.
   struct PageRecord {
@@ -160,6 +168,7 @@ class PagedKv {
   TailPage NewTailPage();
   void RebuildRefs();
   void Submit(TailPage& page, int first_position);
+  void SubmitFull();
   // Waits for the front tail page, which has been submitted, and moves it to the records. On error it stays in the tail
   // and goes to the encoder again.
   Status SettleFront();
@@ -168,9 +177,9 @@ class PagedKv {
   // Both are the owner's, with no job at the encoder.
   void TakeConstantsOfRecords();  // if there are none yet, and a page that has them
   void DropUnusedConstants();     // when no page needs them any more
-  Result<std::vector<F16Page>> F16Records() const;
-  Status ReplaceRecords(std::vector<Job> jobs);
-  void CopyToken(const std::byte* from, int from_token, std::byte* to, int to_token) const;
+  bool WritesRotated() const;
+  // The tail's tokens at these positions, at most a page of them.
+  TailPage CopyOfTokens(std::span<const int> positions);
   void EncoderMain();
   Encoded Encode(const Job& job);
   Status OpenWriter(const PageEncoder& encoder);
@@ -179,13 +188,14 @@ class PagedKv {
   const Geometry geometry_;
   const std::shared_ptr<const PqCodebooks> codebooks_;
   const PageEncoder encoder_of_kv_;
+  std::optional<PageEncoder> encoder_of_low_;  // of grouped tokens; as long as there may be jobs for it
   const bool use_refinement_;
   const std::array<uint8_t, 16> model_digest_;
   const std::array<uint8_t, 16> calibration_digest_;
   Trace* const trace_;
   const PageLayout f16_layout_;
 
-  int n_tokens_ = 0;
+  int n_tokens_ = 0;  // in pages
   int step_tokens_ = 0;
   std::vector<PageRecord> records_;
   std::vector<PageRef> record_refs_;  // parallel to records_
@@ -196,8 +206,7 @@ class PagedKv {
   double verify_ms_ = 0;
   bool all_verified_ = true;
   bool constants_fixed_ = false;  // or will be, by a job
-  int grouped_tokens_ = 0;        // by Regroup
-  int dropped_tokens_ = 0;        // of which it dropped
+  GroupedTokens groups_;          // the first tokens of records_ and tail_
 
   // From here to sealed_, everything belongs to the encoder while there are jobs, else to the owner (SettleSubmitted
   // first).

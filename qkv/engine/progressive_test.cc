@@ -1,8 +1,7 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Sequences with pages of the rotated codecs: their constants, their refinement planes, and what is made of them for
-// evaluation (Recode, Regroup). Handing over between processes is tests/handoff_exact_test.cc.
+// Sequences with pages of the rotated codecs: their constants and their refinement planes. Handing over between processes is tests/handoff_exact_test.cc.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -243,56 +242,6 @@ TEST(Progressive, AContextReadExactlyGivesThePagesThatReadingItHereWould) {
     ASSERT_TRUE(copied->CopyExact(exact));
     EXPECT_EQ(Checksums(PublishedBy(*copied)), Checksums(PublishedBy(*direct))) << kv;
   }
-}
-
-TEST(Progressive, RegroupingKeepsWhatItKeepsAndDropsTheRest) {
-  const auto model = Fp32Model();
-  const std::vector<Token> prefix = SourceTokens(100, 200), text = SourceTokens(300, 20);
-  auto exact = NewSequence("f16", {}, model);
-  Read(*exact, prefix);
-  const Context context = PublishedBy(*exact);
-  std::vector<float> importance(prefix.size());
-  for (size_t i = 0; i < importance.size(); ++i) importance[i] = static_cast<float>(i * 7 % 13);
-  const auto grouped = [&](double share, const std::string& high, std::optional<std::string> low) {
-    auto sequence = NewSequence("f16", {}, model);
-    EXPECT_TRUE(sequence->Attach(context));
-    const Status status =
-        sequence->Regroup(importance, share, Pair(high), low ? std::optional(Pair(*low)) : std::nullopt);
-    EXPECT_TRUE(status) << status.error().message;
-    sequence->KeepAllLogits(true);
-    Read(*sequence, text);
-    return sequence;
-  };
-  exact->KeepAllLogits(true);
-  Read(*exact, text);
-  const int n_vocab = model->params().n_vocab;
-  const auto kl = [&](const Sequence& other) { return MeanKl(exact->all_logits(), other.all_logits(), n_vocab); };
-
-  // The order of keys that everybody sees is nothing to attention but another order of additions.
-  auto same = grouped(0.3, "f16", "f16");
-  EXPECT_LT(kl(*same), 1e-7);
-  const double all_4 = kl(*grouped(0, "4", "4")), all_8 = kl(*grouped(1, "8", "4")),
-               mixed = kl(*grouped(0.5, "8", "4"));
-  EXPECT_LT(all_8, mixed);
-  EXPECT_LT(mixed, all_4);
-
-  auto dropped = grouped(0.5, "8", std::nullopt);
-  EXPECT_GT(kl(*dropped), all_4);
-  EXPECT_EQ(dropped->tokens().size(), prefix.size() + text.size());
-  const uint64_t pages = (1 + 100 + 31) / 32;  // the first token and half of 200
-  EXPECT_EQ(dropped->stats().own_kv_bytes, pages * PageLayout(model->geometry(), {CodecId::k8, CodecId::k8}).bytes);
-  EXPECT_THAT(dropped->Publish({}).error().message, HasSubstr("grouped"));
-  EXPECT_THAT(dropped->Truncate(199).error().message, HasSubstr("cannot be cut"));
-  ASSERT_TRUE(dropped->Truncate(200));
-  Read(*dropped, text);
-
-  auto wrong = NewSequence("f16", {}, model);
-  ASSERT_TRUE(wrong->Attach(context));
-  EXPECT_FALSE(wrong->Regroup(std::span(importance).first(10), 0.5, Pair("8"), {}));
-  EXPECT_FALSE(wrong->Regroup(importance, 1.5, Pair("8"), {}));
-  EXPECT_FALSE(wrong->Regroup(importance, 0.5, Pair("4+4"), {}));
-  importance[3] = NAN;
-  EXPECT_FALSE(wrong->Regroup(importance, 0.5, Pair("8"), {}));
 }
 
 TEST(Progressive, ACardThatNamesOtherPagesAsRefinementIsRefused) {

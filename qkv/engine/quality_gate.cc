@@ -13,6 +13,7 @@
 #include "qkv/engine/cache_file.h"
 #include "qkv/engine/calibration.h"
 #include "qkv/engine/codebooks.h"
+#include "qkv/engine/context_card.h"
 #include "qkv/engine/quality_probe.h"
 
 namespace qkv {
@@ -38,23 +39,17 @@ constexpr std::array<std::pair<std::string_view, QualityBound>, 5> kBounds = {{
 }};
 
 // With heads of 64 channels: which preset a codec is compared with must not depend on the model.
-double BitsOf(const PageCodecs& kv) {
+double BitsOf(KvChoice kv) {
   constexpr int kHeadDim = 64;
-  const auto bits = [](CodecPair pair) {
-    return (BitsPerValue(CodecOf(pair.k), kHeadDim) + BitsPerValue(CodecOf(pair.v), kHeadDim)) / 2;
-  };
-  if (kv.layers == nullptr) return bits(kv.pair);
-  const int n_layers = kv.layers->geometry().n_layers;
-  double sum = 0;
-  for (int layer = 0; layer < n_layers; ++layer) sum += bits(kv.layers->at(layer).codecs);
-  return sum / n_layers;
+  kv.codecs.pair.refine = false;
+  return BitsPerValue(kv, kHeadDim);
 }
 
 // Index of the preset whose bound holds for `kv`; they go from the best to the fewest bits.
-size_t PresetOf(const PageCodecs& kv) {
+size_t PresetOf(const KvChoice& kv) {
   const auto presets = Presets();
   for (size_t i = 0; i < presets.size(); ++i) {
-    if (kv.pair.refine ? presets[i].name == "safe" : BitsOf(presets[i].codecs) <= BitsOf(kv) + 1e-9) return i;
+    if (kv.codecs.pair.refine ? presets[i].name == "safe" : BitsOf(presets[i].codecs) <= BitsOf(kv) + 1e-9) return i;
   }
   return presets.size() - 1;
 }
@@ -68,20 +63,20 @@ QualityBound BoundOfPreset(std::string_view name) {
 
 }  // namespace
 
-QualityBound BoundOf(const PageCodecs& kv) {
-  return kv.pair == kExact ? QualityBound{} : BoundOfPreset(Presets()[PresetOf(kv)].name);
+QualityBound BoundOf(const KvChoice& kv) {
+  return kv == kExact ? QualityBound{} : BoundOfPreset(Presets()[PresetOf(kv)].name);
 }
 
-std::vector<CodecPair> LadderAbove(const PageCodecs& kv) {
+std::vector<CodecPair> LadderAbove(const KvChoice& kv) {
   std::vector<CodecPair> ladder;
-  if (kv.pair == kExact) return ladder;
+  if (kv == kExact) return ladder;
   for (size_t i = PresetOf(kv); i-- > 0;) ladder.push_back(Presets()[i].codecs);
   ladder.push_back(kExact);
   return ladder;
 }
 
 bool QualityVerdict::Within() const {
-  if (kv.pair == kExact) return true;
+  if (kv == kExact) return true;
   const QualityBound bound = BoundOf(kv);
   return kl <= bound.kl + kNoiseFactor * noise_kl && 1 - top1 <= bound.top1_loss + kNoiseFactor * (1 - noise_top1);
 }
@@ -96,17 +91,17 @@ std::string QualityVerdict::Describe() const {
 QualityGate::QualityGate(std::shared_ptr<const Model> model, QualityGateOptions options)
     : model_(std::move(model)), options_(std::move(options)) {}
 
-std::string QualityGate::EntryName(const PageCodecs& kv) const {
-  std::string name = fmt::format("{}-{}", model_->identity().weights_digest(), ToString(kv.pair));
-  if (kv.layers != nullptr) {
-    const std::vector<uint8_t> bytes = kv.layers->Bytes();
+std::string QualityGate::EntryName(const KvChoice& kv) const {
+  std::string name = fmt::format("{}-{}", model_->identity().weights_digest(), ToString(kv));
+  if (kv.codecs.layers != nullptr) {
+    const std::vector<uint8_t> bytes = kv.codecs.layers->Bytes();
     name += fmt::format("-{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
   }
   if (options_.calibration != nullptr) name += "-" + options_.calibration->digest_text();
-  if (NeedsBooks(kv.pair)) {  // other ones are another codec; without any, measuring says so
+  if (NeedsBooks(kv)) {  // other ones are another codec; without any, measuring says so
     if (const auto codebooks = ReadCodebooks(*model_, CodebooksPath(*model_))) name += "-" + (*codebooks)->digest();
   }
-  std::ranges::replace(name, '/', '_');  // of 5/3: it is a file's
+  std::ranges::replace(name, '/', '_');  // it is a file's
   return name;
 }
 
@@ -118,7 +113,7 @@ std::string EntryText(const std::string& name, const QualityVerdict& v) {
 }
 }  // namespace
 
-std::optional<QualityVerdict> QualityGate::Recall(const PageCodecs& kv) const {
+std::optional<QualityVerdict> QualityGate::Recall(const KvChoice& kv) const {
   const std::string name = EntryName(kv);
   const auto text = ReadCacheFile(options_.directory, name, kMaxEntryBytes);
   if (!text) return std::nullopt;
@@ -140,7 +135,7 @@ void QualityGate::Remember(const QualityVerdict& verdict) const {
   WriteCacheFile(options_.directory, name, EntryText(name, verdict));
 }
 
-Result<QualityVerdict> QualityGate::Measure(const PageCodecs& kv) {
+Result<QualityVerdict> QualityGate::Measure(const KvChoice& kv) {
   QKV_ASSIGN_OR_RETURN(const auto tokens, Vocab(*model_).Tokenize(QualityText(), false, false));
   // Small vocabularies make more tokens of the text, small contexts take fewer.
   const size_t room = std::min<size_t>(tokens.size() / kSamples, static_cast<size_t>(model_->params().n_ctx_train));
@@ -166,7 +161,9 @@ Result<QualityVerdict> QualityGate::Measure(const PageCodecs& kv) {
     QKV_ASSIGN_OR_RETURN(const auto probe,
                          HandoffProbe::Read(model_, stretch, static_cast<int>(prefix), probe_options));
     step();
-    QKV_ASSIGN_OR_RETURN(ProbeResult result, probe->Score({.kv = kv, .calibration = options_.calibration}));
+    QKV_ASSIGN_OR_RETURN(
+        ProbeResult result,
+        probe->Score({.kv = kv.codecs, .transform = {}, .groups = kv.groups, .calibration = options_.calibration}));
     scores.push_back(std::move(result.score));
     step();
     QKV_ASSIGN_OR_RETURN(SampleScore floor, probe->NoiseFloor());
@@ -181,8 +178,8 @@ Result<QualityVerdict> QualityGate::Measure(const PageCodecs& kv) {
                         .noise_top1 = floor.top1.value};
 }
 
-Result<QualityVerdict> QualityGate::Check(const PageCodecs& kv) {
-  if (kv.pair == kExact) return QualityVerdict{.kv = kv, .top1 = 1, .noise_top1 = 1, .known = true};
+Result<QualityVerdict> QualityGate::Check(const KvChoice& kv) {
+  if (kv == kExact) return QualityVerdict{.kv = kv, .top1 = 1, .noise_top1 = 1, .known = true};
   const std::string text = EntryName(kv);
   if (const auto found = known_.find(text); found != known_.end()) return found->second;
   if (auto recalled = Recall(kv)) {
@@ -196,11 +193,11 @@ Result<QualityVerdict> QualityGate::Check(const PageCodecs& kv) {
   return verdict;
 }
 
-Result<QualityGate::Choice> QualityGate::Choose(const PageCodecs& kv) {
+Result<QualityGate::Choice> QualityGate::Choose(const KvChoice& kv) {
   Choice choice;
-  std::vector<PageCodecs> rungs = {kv};
-  for (const CodecPair above : LadderAbove(kv)) rungs.push_back(above);
-  for (const PageCodecs& rung : rungs) {
+  std::vector<KvChoice> rungs = {kv};
+  for (const CodecPair better : LadderAbove(kv)) rungs.emplace_back(better);
+  for (const KvChoice& rung : rungs) {
     QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(rung));
     choice.kv = rung;
     choice.verdicts.push_back(verdict);
@@ -210,21 +207,32 @@ Result<QualityGate::Choice> QualityGate::Choose(const PageCodecs& kv) {
 }
 
 Status QualityGate::Admit(const Context& context) {
-  std::vector<PageCodecs> seen;
+  std::vector<KvChoice> seen;
+  const auto check = [&](const KvChoice& kv) -> Status {
+    if (std::ranges::find(seen, kv) != seen.end()) return {};
+    seen.push_back(kv);
+    QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(kv));
+    if (verdict.Within()) return {};
+    return Err(Code::kIncompatible, Reason::kQualityGate, "pages of codec '{}' are beyond the bound for this model: {}",
+               ToString(kv), verdict.Describe());
+  };
   for (const auto& segment : context.segments) {
     for (size_t page = 0; page < segment->pages().size(); ++page) {
       const PageCodecs kv(segment->codecs(page), segment->layers());
-      if (kv.pair.k == CodecId::kRefine4 || std::ranges::find(seen, kv) != seen.end()) continue;
-      seen.push_back(kv);
+      if (kv.pair.k == CodecId::kRefine4) continue;
       // Attach refuses it, as it would any context behind other matrices than the reader's.
       if (kv.pair.k == CodecId::kBands && options_.calibration == nullptr) continue;
-      QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(kv));
-      if (verdict.Within()) continue;
-      return Err(Code::kIncompatible, Reason::kQualityGate,
-                 "pages of codec '{}' are beyond the bound for this model: {}", ToString(kv.pair), verdict.Describe());
+      QKV_RETURN_IF_ERROR(check(kv));
     }
   }
-  return {};
+  const GroupedTokens groups = GroupsOf(context.card);
+  const auto& spans = context.card.spans();
+  if (!groups.dropped || spans.empty() || spans[0].segment() >= context.segments.size()) return {};
+  const Segment& segment = *context.segments[spans[0].segment()];
+  if (spans[0].first_page() >= segment.pages().size()) return {};  // refused where it is attached
+  KvChoice dropping = PageCodecs(segment.codecs(spans[0].first_page()), segment.layers());
+  dropping.groups = TokenGroups{.percent = std::clamp(100 * groups.n_high() / groups.size(), 1, 99)};
+  return check(dropping);
 }
 
 Result<SampleScore> CompareContinuation(std::shared_ptr<const Model> model, const Context& context, int n_tokens,

@@ -27,15 +27,15 @@ struct QualityBound {
   double kl = 0;         // mean, nats
   double top1_loss = 0;  // share of tokens whose first choice changes
 };
-// Of the best preset that spends no more bits than `kv` does; of "safe" for one with refinement; of "tiny" below it. About
-// ten times what a healthy model shows. f16: {0, 0}.
-QualityBound BoundOf(const PageCodecs& kv);
+// Of the best preset that spends no more bits than `kv` does (of grouped tokens: on average); of "safe" for one with
+// refinement; of "tiny" below it. About ten times what a healthy model shows. f16: {0, 0}.
+QualityBound BoundOf(const KvChoice& kv);
 
 // Up from `kv`: the presets with stricter bounds, the least strict first, then f16.
-std::vector<CodecPair> LadderAbove(const PageCodecs& kv);
+std::vector<CodecPair> LadderAbove(const KvChoice& kv);
 
 struct QualityVerdict {
-  PageCodecs kv;
+  KvChoice kv;
   double kl = 0;
   double top1 = 0;
   double noise_kl = 0;  // of f16 pages with their last bit changed
@@ -57,24 +57,25 @@ class QualityGate {
   QualityGate(std::shared_ptr<const Model> model, QualityGateOptions options);
 
   // Errors: the Sequence's; kInvalidArgument when the vocabulary makes next to nothing of the gate's text.
-  Result<QualityVerdict> Check(const PageCodecs& kv);
+  Result<QualityVerdict> Check(const KvChoice& kv);
 
   // `kv` itself if it is within its bound, else the first of LadderAbove that is. `verdicts`: of all that were looked at,
   // the chosen one last.
   struct Choice {
-    PageCodecs kv;
+    KvChoice kv;
     std::vector<QualityVerdict> verdicts;
   };
-  Result<Choice> Choose(const PageCodecs& kv);
+  Result<Choice> Choose(const KvChoice& kv);
 
-  // Whether a context may be read: every codec of its pages is within its bound. Error: kIncompatible/quality_gate.
+  // Whether a context may be read: every codec of its pages is within its bound, and dropping as many tokens, if it did.
+  // Error: kIncompatible/quality_gate.
   Status Admit(const Context& context);
 
  private:
-  Result<QualityVerdict> Measure(const PageCodecs& kv);
-  std::optional<QualityVerdict> Recall(const PageCodecs& kv) const;
+  Result<QualityVerdict> Measure(const KvChoice& kv);
+  std::optional<QualityVerdict> Recall(const KvChoice& kv) const;
   void Remember(const QualityVerdict& verdict) const;
-  std::string EntryName(const PageCodecs& kv) const;
+  std::string EntryName(const KvChoice& kv) const;
 
   std::shared_ptr<const Model> model_;
   QualityGateOptions options_;

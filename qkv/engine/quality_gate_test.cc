@@ -20,6 +20,12 @@ namespace {
 using ::qkv::test::TemporaryFolder;
 using ::qkv::testing::TinyModel;
 
+KvChoice Choice(std::string_view text) {
+  const auto choice = ParseKvChoice(text);
+  EXPECT_TRUE(choice) << text;
+  return choice ? *choice : KvChoice{};
+}
+
 CodecPair Pair(std::string_view text) {
   const auto pair = ParseCodecPair(text);
   EXPECT_TRUE(pair) << text;
@@ -43,6 +49,8 @@ TEST(QualityBounds, AreStricterForMoreBits) {
   EXPECT_EQ(BoundOf(Pair("k=i8,v=i4")).kl, BoundOf(Pair("safe")).kl);
   EXPECT_EQ(BoundOf(Pair("3")).kl, BoundOf(Pair("tiny")).kl);  // fewer bits than any preset
   EXPECT_EQ(BoundOf(Pair("3+4")).kl, BoundOf(Pair("safe")).kl);
+  EXPECT_EQ(BoundOf(Choice("tokens:20/8/4")).kl, BoundOf(Pair("balanced")).kl);  // 5.05 bits
+  EXPECT_EQ(BoundOf(Choice("tokens:20/8/drop")).kl, BoundOf(Pair("tiny")).kl);
 }
 
 TEST(QualityBounds, TheLadderGoesByThePresetsUpToF16) {
@@ -76,7 +84,7 @@ class Gate : public ::testing::Test {
     return QualityGate(std::move(model), {.directory = dir_.path() + "/quality", .n_threads = 1});
   }
   QualityVerdict Check(QualityGate& gate, std::string_view kv) {
-    const auto verdict = gate.Check(Pair(kv));
+    const auto verdict = gate.Check(Choice(kv));
     EXPECT_TRUE(verdict) << verdict.error().message;
     return verdict ? *verdict : QualityVerdict{};
   }
@@ -90,7 +98,7 @@ TEST_F(Gate, AHealthyModelKeepsWhatItWasAskedFor) {
   for (const char* kv : {"i8", "i4", "f16"}) {
     const auto choice = gate.Choose(Pair(kv));
     ASSERT_TRUE(choice) << choice.error().message;
-    EXPECT_EQ(ToString(choice->kv.pair), kv);
+    EXPECT_EQ(ToString(choice->kv.codecs.pair), kv);
     EXPECT_EQ(choice->verdicts.size(), 1u);
   }
 }
@@ -149,6 +157,12 @@ TEST_F(Gate, WhatWasMeasuredIsKeptByModelAndCodec) {
   EXPECT_FALSE(Check(again, "i4").known);
   auto other = NewGate(Load({.weights_seed = 2}));
   EXPECT_FALSE(Check(other, "i8").known);
+  // Grouped tokens, which are another thing than their codecs.
+  const QualityVerdict grouped = Check(first, "tokens:20/i8/drop");
+  EXPECT_FALSE(grouped.known);
+  EXPECT_GT(grouped.kl, measured.kl);
+  EXPECT_TRUE(Check(again, "tokens:20/i8/drop").known);
+  EXPECT_FALSE(Check(again, "tokens:20/i8/i4").known);
 }
 
 TEST_F(Gate, ADamagedEntryIsMeasuredAnew) {

@@ -21,6 +21,7 @@ Result<std::unique_ptr<Sequence>> NewSequence(const std::shared_ptr<const Model>
   sequence.n_threads = options.n_threads;
   sequence.n_batch = options.n_batch;
   sequence.kv = codec.kv;
+  sequence.groups = codec.groups;
   sequence.calibration = codec.calibration;
   sequence.codebooks = codec.codebooks;
   if (pages_at_once) sequence.tail_budget_bytes = 0;
@@ -77,10 +78,10 @@ double EncodeNs(const Sequence& sequence, const KvSize& size) {
 KvSize SizeOf(const Context& context) {
   KvSize size;
   uint64_t bytes = 0, file_bytes = 0;
-  ForEachPage(context, [&](const Segment& segment, size_t page, int tokens) {
-    bytes += segment.layout(page).block_bytes;
-    size.values += ValuesPerToken(segment.geometry()) * static_cast<uint64_t>(tokens);
-  });
+  ForEachPage(context,
+              [&](const Segment& segment, size_t page, int /*tokens*/) { bytes += segment.layout(page).block_bytes; });
+  size.values =
+      ValuesPerToken(context.segments.front()->geometry()) * static_cast<uint64_t>(context.card.token_ids_size());
   for (const auto& span : context.card.spans()) {
     if (span.refinement_segment() == 0) continue;
     bytes += span.n_pages() * PageLayout(context.segments.front()->geometry(), kRefinementCodecs).block_bytes;
@@ -130,18 +131,6 @@ Result<std::unique_ptr<HandoffProbe>> HandoffProbe::Read(std::shared_ptr<const M
   const auto rest = tokens.subspan(n_prefix);
   probe->scored_.assign(rest.begin(), rest.end() - 1);
   probe->next_.assign(rest.begin() + 1, rest.end());
-  if (options.importance) {
-    const HyperParams& p = probe->model_->params();
-    const float scale = 1 / std::sqrt(static_cast<float>(p.head_dim));
-    AttentionMass mass({p.n_heads, p.n_kv_heads, p.head_dim, scale}, p.n_layers);
-    SequenceOptions observed{.n_ctx = n_prefix, .n_threads = options.n_threads, .n_batch = options.n_batch};
-    observed.on_rows = [&mass](RowKind kind, int layer, int n, std::span<const float> rows) {
-      mass.Take(kind, layer, n, rows);
-    };
-    QKV_ASSIGN_OR_RETURN(const auto reader, Sequence::Create(probe->model_, observed));
-    QKV_RETURN_IF_ERROR(reader->Forward(prefix));
-    probe->importance_ = mass.importance();
-  }
   QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(probe->model_, options, {kExact, {}}, tokens.size()));
   QKV_RETURN_IF_ERROR(sequence->Forward(prefix));
   QKV_ASSIGN_OR_RETURN(probe->exact_, sequence->Publish({}));
@@ -152,25 +141,22 @@ Result<std::unique_ptr<HandoffProbe>> HandoffProbe::Read(std::shared_ptr<const M
   return probe;
 }
 
+// Read, grouped and handed over as a producer does, which sees the prefix's own queries.
 Result<ProbeResult> HandoffProbe::ScoreGroups(const ProbeCodec& codec) const {
-  const TokenGroups& groups = *codec.groups;
-  const int n_prefix = exact_.card.token_ids_size();
-  std::vector<float> importance = importance_;
-  if (groups.by == TokenGroups::By::kRandom) importance = RandomImportance(n_prefix);
-  QKV_CHECK(importance.size() == static_cast<size_t>(n_prefix));  // else ProbeOptions::importance was not set
-  QKV_ASSIGN_OR_RETURN(
-      const auto sequence,
-      NewSequence(model_, Scoring(options_), {.kv = kExact, .codebooks = codec.codebooks}, n_prefix + scored_.size()));
-  QKV_RETURN_IF_ERROR(sequence->Attach(exact_));
-  QKV_RETURN_IF_ERROR(sequence->Regroup(importance, groups.share, groups.high, groups.low));
+  const std::vector<Token> prefix(exact_.card.token_ids().begin(), exact_.card.token_ids().end());
+  QKV_ASSIGN_OR_RETURN(const auto producer, NewSequence(model_, options_, codec, prefix.size()));
+  QKV_RETURN_IF_ERROR(producer->Forward(prefix));
+  QKV_ASSIGN_OR_RETURN(const Context context, producer->Publish({}));
   ProbeResult result;
-  const Geometry& geometry = model_->geometry();
-  result.size.bits_per_value = BitsPerValue(groups, n_prefix, geometry.head_dim);
-  result.size.values = ValuesPerToken(geometry) * static_cast<uint64_t>(n_prefix);
-  result.size.file_bits =
-      8.0 * static_cast<double>(sequence->stats().own_kv_bytes) / static_cast<double>(result.size.values);
+  result.size = SizeOf(context);
   result.read_bits = result.size.bits_per_value;
-  QKV_ASSIGN_OR_RETURN(const auto logits, AllLogits(*sequence, scored_));
+  result.encode_ns = EncodeNs(*producer, result.size);
+  result.decode_ns = DecodeNs(context, producer->codebooks());
+  QKV_ASSIGN_OR_RETURN(const auto reader,
+                       NewSequence(model_, Scoring(options_), {.kv = kExact, .codebooks = codec.codebooks},
+                                   prefix.size() + scored_.size()));
+  QKV_RETURN_IF_ERROR(reader->Attach(context));
+  QKV_ASSIGN_OR_RETURN(const auto logits, AllLogits(*reader, scored_));
   result.score = reference_->ScoreAll(logits, next_);
   return result;
 }

@@ -13,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "qkv/engine/importance.h"
 #include "qkv/engine/quality.h"
 #include "qkv/engine/sequence.h"
 
@@ -27,14 +26,13 @@ struct ProbeOptions {
   // HandoffProbe: scored tokens per step, their own K and V exact all the same; 0: n_batch. Tokens that are read together
   // share what they refine, so that only 1 shows what a generating reader reads.
   int score_batch = 0;
-  bool importance = false;  // HandoffProbe: observe attention in the prefix, for codecs that group by it; slow
 };
 
 // What a context's pages take.
 struct KvSize {
   double bits_per_value = 0;  // codes, scales, means, exact tokens: everything but padding of pages to 4 KiB
   double file_bits = 0;       // everything, the segments' heads and padding too
-  uint64_t values = 0;        // K and V of all tokens
+  uint64_t values = 0;        // K and V of all tokens, dropped ones too
 };
 // The context must have at least one token.
 KvSize SizeOf(const Context& context);
@@ -50,8 +48,8 @@ struct ProbeResult {
   double decode_ns = 0;
 };
 
-// What a codec is asked for: pages of `kv`, behind a calibration's matrices if there is one; with `transform`, rows that went through it first (CopyExact); or, instead of
-// both, pages of two codecs (Regroup; protocol `handoff` only).
+// What a codec is asked for: pages of `kv`, behind a calibration's matrices if there is one; with `transform`, rows that
+// went through it first (CopyExact); with `groups`, pages of two codecs (protocol `handoff` only, and no transform).
 struct ProbeCodec {
   PageCodecs kv;
   Sequence::RowTransform transform;
@@ -81,7 +79,6 @@ class HandoffProbe {
   std::shared_ptr<const Model> model_;
   ProbeOptions options_;
   std::vector<Token> scored_, next_;
-  std::vector<float> importance_;  // of the prefix's tokens, if asked for
   Context exact_;
   std::unique_ptr<ReferenceLogits> reference_;
 };

@@ -3,11 +3,10 @@
 #include "qkv/engine/sequence.h"
 
 #include <ggml-cpu.h>
-#include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <optional>
@@ -16,9 +15,11 @@
 #include "qkv/engine/calibration.h"
 #include "qkv/engine/codebooks.h"
 #include "qkv/engine/context_card.h"
+#include "qkv/engine/importance.h"
 #include "qkv/engine/llama_graph.h"
 #include "qkv/engine/model_internal.h"
 #include "qkv/engine/paged_kv.h"
+#include "qkv/engine/placement.h"
 
 namespace qkv {
 namespace {
@@ -51,51 +52,13 @@ class Scratch {
   size_t capacity_ = 0;
 };
 
-// Keeps ggml's threads apart when there is one for every CPU. Its barriers spin, and once two of them share a CPU they
-// take turns in whole time slices: two agents computing at once were then seen to be 7 times slower than with this. Thread
-// 0 is the caller's: it has a place only during a step, as what it starts would inherit it. Without one, a step after a
-// pause often began on the CPU of another thread, and it took the kernel some 7 ms to move it.
-class Placement {
- public:
-  explicit Placement(int n_threads) : placed_(n_threads, false) {
-    if (::sched_getaffinity(0, sizeof allowed_, &allowed_) != 0 || CPU_COUNT(&allowed_) != n_threads) return;
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-      if (CPU_ISSET(cpu, &allowed_)) cpus_.push_back(cpu);
-    }
-  }
-  // Around a step, by its caller.
-  void Begin() { Place(/*first=*/true); }
-  void End() { Place(/*first=*/false); }
-  // To be called by thread `ith` itself.
-  void Apply(int ith) {
-    if (ith == 0 || placed_[ith] || cpus_.empty()) return;
-    placed_[ith] = true;
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET(cpus_[ith], &one);
-    (void)::pthread_setaffinity_np(::pthread_self(), sizeof one, &one);  // if not, it is slower
-  }
-
- private:
-  void Place(bool first) {
-    if (cpus_.size() < 2) return;
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET(cpus_.front(), &one);
-    (void)::pthread_setaffinity_np(::pthread_self(), sizeof one, first ? &one : &allowed_);
-  }
-
-  cpu_set_t allowed_;
-  std::vector<int> cpus_;
-  std::vector<char> placed_;  // each thread looks at its own only
-};
-
 // What the custom operations of one step share; written before the graph runs.
 struct Step {
   Placement* placement = nullptr;
   PagedKv* kv = nullptr;
   const RowObserver* on_rows = nullptr;
-  Trace* trace = nullptr;  // in the first step over an attached context
+  AttentionSampler* sampler = nullptr;  // in a prefill whose tokens are to be grouped
+  Trace* trace = nullptr;               // in the first step over an attached context
   std::optional<AttentionPlan> plan;
   int n_layers = 0;
   std::byte* scratch = nullptr;  // [threads][scratch_stride]
@@ -104,6 +67,7 @@ struct Step {
   // A cache line per thread.
   struct alignas(kCacheLine) Counts {
     KeyCounts keys;
+    double sample_ms = 0;
   };
   std::vector<Counts> counts;
 };
@@ -112,6 +76,7 @@ struct Step {
 struct alignas(kCacheLine) LayerStep {
   Step* step = nullptr;
   int layer = 0;
+  std::atomic<int> next_sample{0};
   std::atomic<int> next_attend{0};
   std::atomic<int> next_merge{0};
 };
@@ -141,12 +106,29 @@ void AppendOp(ggml_tensor* dst, int ith, int nth, void* userdata) {
                              v->nb[2] / sizeof(float), ith, nth);
 }
 
+double MsSince(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Which keys the step's queries look at, a KV head at a time.
+void Sample(LayerStep& layer, const float* q, int n_kv_heads, int ith) {
+  Step& step = *layer.step;
+  const auto start = std::chrono::steady_clock::now();
+  for (int head; (head = layer.next_sample.fetch_add(1, std::memory_order_relaxed)) < n_kv_heads;) {
+    step.sampler->Take(layer.layer, head, step.kv->pages(), q, ith);
+  }
+  step.counts[ith].sample_ms += MsSince(start);
+}
+
 void AttendOp(ggml_tensor* dst, int ith, int /*nth*/, void* userdata) {
   auto& layer = *static_cast<LayerStep*>(userdata);
   Step& step = *layer.step;
   const TraceSpan span(layer.layer == 0 && ith == 0 ? step.trace : nullptr, "first_attention");
   if (step.on_rows != nullptr && ith == 0) Observe(layer, RowKind::kQ, dst->src[0]);
   std::byte* scratch = step.scratch + step.scratch_stride * static_cast<size_t>(ith);
+  if (step.sampler != nullptr) {
+    Sample(layer, static_cast<const float*>(dst->src[0]->data), step.plan->shape.n_kv_heads, ith);
+  }
   for (int item; (item = layer.next_attend.fetch_add(1, std::memory_order_relaxed)) < step.plan->n_attend_items();) {
     Attend(*step.plan, step.kv->pages(), step.n_layers, layer.layer, static_cast<const float*>(dst->src[0]->data), item,
            scratch, step.partials, static_cast<float*>(dst->data), &step.counts[ith].keys);
@@ -182,6 +164,9 @@ struct Sequence::Impl {
     Stats stats;
   };
   std::optional<Before> before;
+
+  std::unique_ptr<AttentionSampler> sampler;  // during a Forward whose tokens are to be grouped
+  std::vector<float> importance;
 
   AttentionShape shape;
   Rope rope;
@@ -220,7 +205,7 @@ struct Sequence::Impl {
   }
 
   Context Describe(const std::vector<SegmentSpan>& spans, const PublishInfo& info) const {
-    return DescribeContext(spans, identity, options.kv.pair, tokens, parents, info);
+    return DescribeContext(spans, kv->groups(), identity, options.kv.pair, tokens, parents, info);
   }
   Status Attach(const Context& context, const ModelIdentity& expected);
   // Forward without taking over: reads behind what is here, batch by batch.
@@ -240,6 +225,25 @@ struct Sequence::Impl {
   // As AttentionPlan takes it.
   float refine_threshold() const { return options.refine > 0 ? static_cast<float>(-std::log(options.refine)) : -1; }
 
+  // Before and behind the first Forward.
+  void BeginGrouping() {
+    importance.clear();
+    if (!options.groups || !tokens.empty()) return;
+    const bool all = options.groups->by == TokenGroups::By::kAllQueries;
+    sampler = std::make_unique<AttentionSampler>(shape, model->params().n_layers, all ? 1 : AttentionSampler::kEvery);
+  }
+  void EndGrouping() {
+    if (sampler == nullptr) return;
+    const auto start = std::chrono::steady_clock::now();
+    const TokenGroups& by = *options.groups;
+    importance = by.by == TokenGroups::By::kRandom ? RandomImportance(tokens.size()) : sampler->importance();
+    sampler.reset();
+    const auto first = std::span(importance).first(TokensToGroup(static_cast<int>(tokens.size())));
+    kv->Group(PlanGroups(first, by.percent, !by.low), by.low);
+    if (kv->groups().empty()) importance.clear();
+    stats.group_ms += MsSince(start);
+  }
+
   // One graph. On error nothing has changed.
   Status Compute(std::span<const Token> batch, bool first, bool last) {
     const int n = static_cast<int>(batch.size());
@@ -249,11 +253,14 @@ struct Sequence::Impl {
     for (int i = 0; i < n; ++i) graph.positions()[i] = kv->n_tokens() + i;
 
     step.plan.emplace(shape, n, kv->pages(), &rope, refine_threshold());
+    step.sampler = sampler.get();
+    if (sampler != nullptr) sampler->BeginStep(n, options.n_threads);
     step.trace = std::exchange(just_attached, false) ? options.trace : nullptr;
     step.scratch_stride = (step.plan->scratch_bytes() + kCacheLine - 1) / kCacheLine * kCacheLine;
     step.scratch = scratch.Get(step.scratch_stride * static_cast<size_t>(options.n_threads));
     step.partials = partials.Get(step.plan->partial_floats());
     for (LayerStep& layer : layer_steps) {
+      layer.next_sample.store(0, std::memory_order_relaxed);
       layer.next_attend.store(0, std::memory_order_relaxed);
       layer.next_merge.store(0, std::memory_order_relaxed);
     }
@@ -271,8 +278,11 @@ struct Sequence::Impl {
       const KeyCounts keys = std::exchange(counts.keys, {});
       stats.keys_with_refinement += keys.seen;
       stats.keys_refined += keys.refined;
+      stats.sample_ms += std::exchange(counts.sample_ms, 0.0);
     }
-    kv->EndStep(last || TailOverBudget());
+    // Pages of what may still be grouped are sent off behind that.
+    kv->EndStep((last && sampler == nullptr) || TailOverBudget());
+    if (!kv->only_tail()) sampler.reset();
     tokens.insert(tokens.end(), batch.begin(), batch.end());
     const std::span<const float> out = graph.logits();
     if (keep_all_logits) all_logits.insert(all_logits.end(), out.begin(), out.end());
@@ -297,10 +307,9 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
       (options.kv.layers != nullptr && options.kv.layers->geometry() != model->geometry())) {
     return Err(Code::kInvalidArgument, "codecs of other layers than the model's");
   }
-  if (options.kv.pair.k == CodecId::kBands && options.calibration == nullptr) {
-    return Err(Code::kInvalidArgument, "keys in codec {} need the matrices of 'qkvshare calibrate' (--bal)",
-               CodecOf(options.kv.pair.k).name);
-  }
+  if (options.kv.pair.k == CodecId::kBands && options.calibration == nullptr)
+    return Err(Code::kInvalidArgument, "keys in codec 5/3 need the matrices of 'qkvshare calibrate' (--bal)");
+  QKV_RETURN_IF_ERROR(CheckGroups(KvChoice(options.kv, options.groups)));
   auto impl = std::make_unique<Impl>();
   const HyperParams& p = model->params();
   ggml_threadpool_params pool_params = ggml_threadpool_params_default(options.n_threads);
@@ -341,7 +350,7 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
     auto codebooks = ReadCodebooks(*impl->model, CodebooksPath(*impl->model));
     if (codebooks) {
       impl->options.codebooks = *std::move(codebooks);
-    } else if (NeedsBooks(options.kv.pair)) {
+    } else if (NeedsBooks(KvChoice(options.kv, options.groups))) {
       return tl::unexpected(codebooks.error());
     }
   }
@@ -369,16 +378,18 @@ Status Sequence::Impl::Attach(const Context& context, const ModelIdentity& expec
   Impl& s = *this;
   const CacheCard& card = context.card;
   QKV_ASSIGN_OR_RETURN(std::vector<SegmentSpan> spans, SpansOf(context, *s.model, expected, s.options.n_ctx));
+  GroupedTokens groups = GroupsOf(card);
   if (!s.before) {  // else nothing that was attached since has been read
     const bool was_empty = s.tokens.empty();
     s.before.emplace(Impl::Before{was_empty ? nullptr : std::move(s.kv), std::move(s.tokens), std::move(s.parents),
                                   std::move(s.logits), s.stats});
     if (!was_empty) s.UseKv(s.NewKv());
   }
-  s.kv->Reset(std::move(spans));
+  s.kv->Reset(std::move(spans), std::move(groups));
   s.tokens.assign(card.token_ids().begin(), card.token_ids().end());
   s.parents = {card.id()};
   s.logits.clear();
+  s.importance.clear();
   s.stats = Stats{};
   s.just_attached = true;
   s.stats.tokens_reused = card.token_ids_size();
@@ -388,6 +399,9 @@ Status Sequence::Impl::Attach(const Context& context, const ModelIdentity& expec
 Status Sequence::CopyExact(const Context& exact, const RowTransform& transform) {
   Impl& s = *impl_;
   Clear();
+  if (!GroupsOf(exact.card).empty()) {
+    return Err(Code::kInvalidArgument, "context '{}' has pages of grouped tokens", exact.card.id());
+  }
   QKV_RETURN_IF_ERROR(s.Attach(exact, s.model->identity()));
   const auto balanced = [&, calibration = s.options.calibration](Side side, int layer, int kv_head, int first_position,
                                                                  int tokens, float* rows) {
@@ -448,10 +462,13 @@ Status Sequence::Forward(std::span<const Token> tokens) {
     }
   }
   s.all_logits.clear();
+  s.BeginGrouping();
   if (auto status = s.ReadAll(tokens); !status) {
+    s.sampler.reset();
     (void)Truncate(static_cast<int>(before));
     return status;
   }
+  s.EndGrouping();
   s.before.reset();
   return {};
 }
@@ -508,6 +525,7 @@ Result<SpliceResult> Sequence::Splice(std::span<const SpliceSource> sources, con
                "keys that were multiplied by a calibration's matrices cannot be moved to other positions");
   }
   SpliceResult result;
+  GroupedTokens groups;  // of the first source
   std::vector<SplicePlan> plans;
   std::vector<Token> tokens = s.tokens;
   for (const SpliceSource& source : sources) {
@@ -518,6 +536,19 @@ Result<SpliceResult> Sequence::Splice(std::span<const SpliceSource> sources, con
     if (source.first_token < 0 || source.first_token >= card.token_ids_size()) {
       return Err(Code::kInvalidArgument, "context '{}' has {} tokens, it cannot be used from token {} on", card.id(),
                  card.token_ids_size(), source.first_token);
+    }
+    if (GroupedTokens grouped = GroupsOf(card); !grouped.empty()) {
+      if (position > 0 || source.first_token > 0) {
+        return Err(Code::kIncompatible, Reason::kCodecUnsupported,
+                   "the first {} tokens of context '{}' are grouped by importance: it can be gone on from, but not be "
+                   "used in part or behind something else",
+                   grouped.size(), card.id());
+      }
+      groups = std::move(grouped);
+      plans.push_back({0, spans, card.token_ids_size()});
+      tokens.assign(card.token_ids().begin(), card.token_ids().end());
+      result.tokens_spliced += plans.back().n_spliced;
+      continue;
     }
     // Behind the very tokens that it was made behind, and these are all there is or were not moved themselves.
     const bool exact = position == source.first_token && result.spans == 0 && !s.kv->has_moved() &&
@@ -561,7 +592,11 @@ Result<SpliceResult> Sequence::Splice(std::span<const SpliceSource> sources, con
       (void)Truncate(before);
       return tl::unexpected(std::move(status).error());
     }
-    s.kv->Append(plan.spans);
+    if (groups.empty()) {
+      s.kv->Append(plan.spans);
+    } else {
+      s.kv->Reset(plan.spans, std::exchange(groups, {}));
+    }
     const auto next = tokens.begin() + static_cast<int>(s.tokens.size());
     s.tokens.insert(s.tokens.end(), next, next + plan.n_spliced);
   }
@@ -586,8 +621,17 @@ const std::vector<Token>& Sequence::tokens() const {
 Trace* Sequence::trace() const {
   return impl_->options.trace;
 }
+const GroupedTokens& Sequence::groups() const {
+  return impl_->kv->groups();
+}
+std::span<const float> Sequence::importance() const {
+  return impl_->importance;
+}
 const PageCodecs& Sequence::kv() const {
   return impl_->options.kv;
+}
+int Sequence::n_threads() const {
+  return impl_->options.n_threads;
 }
 int Sequence::n_ctx() const {
   return impl_->options.n_ctx;
@@ -602,6 +646,7 @@ void Sequence::Clear() {
   impl_->tokens.clear();
   impl_->parents.clear();
   impl_->logits.clear();
+  impl_->importance.clear();
   impl_->stats = Stats{};
 }
 
@@ -613,12 +658,6 @@ Status Sequence::Truncate(int n_tokens) {
   QKV_RETURN_IF_ERROR(s.kv->Truncate(n_tokens));
   s.tokens.resize(n_tokens);
   return {};
-}
-
-Status Sequence::Regroup(std::span<const float> importance, double share, CodecPair high,
-                         std::optional<CodecPair> low) {
-  QKV_RETURN_IF_ERROR(impl_->kv->Verify(impl_->options.n_threads));
-  return impl_->kv->Regroup(importance, share, high, low);
 }
 
 Result<Context> Sequence::Publish(const PublishInfo& info) {
@@ -647,6 +686,7 @@ const Sequence::Stats& Sequence::stats() const {
   stats.shared_kv_bytes = impl_->kv->shared_bytes();
   stats.own_kv_bytes = impl_->kv->own_bytes();
   stats.tail_bytes = impl_->kv->tail_bytes();
+  stats.tokens_dropped = impl_->kv->groups().n_dropped();
   stats.verify_ms = impl_->kv->verify_ms();
   stats.encode_ms = impl_->kv->encode_ms();
   stats.encode_wait_ms = impl_->kv->encode_wait_ms();

@@ -24,6 +24,7 @@
 #include "qkv/base/trace.h"
 #include "qkv/engine/model.h"
 #include "qkv/engine/splice.h"
+#include "qkv/engine/token_groups.h"
 #include "qkv/engine/vocab.h"
 #include "qkv/segment/segment.h"
 
@@ -43,6 +44,10 @@ struct SequenceOptions {
   int n_threads = 2;
   int n_batch = 512;  // tokens per graph in prefill
   PageCodecs kv;      // of the pages that this sequence writes
+  // The tokens of the first Forward into an empty sequence, but for the newest ones, are grouped by importance when it ends
+  // (token_groups.h): those with most attention into pages of `kv`, the others into pages of groups->low, or nowhere. A
+  // prompt of which tail_budget_bytes made pages already, or of fewer than 96 tokens, is not grouped; nor is anything else. Not with codecs by layer.
+  std::optional<TokenGroups> groups = {};
   // Of pages with a refinement plane, the tokens whose weight may reach this share of the largest are read at full width.
   // 0 reads the base plane alone; in 0..1.
   double refine = kDefaultRefine;
@@ -89,7 +94,7 @@ class Sequence {
   // For evaluation: as if one Forward had read the tokens of `exact`, a context whose pages are all f16, into an empty
   // sequence. Its rows are copied into the tail, each [tokens][head_dim] of a page, side, layer and KV head by way of
   // `transform` where there is one (and then of the calibration's matrices; `exact` is without). So a prefix is read once, and Publish gives it in any codec. Errors: Attach's, and
-  // kInvalidArgument for pages of another codec.
+  // kInvalidArgument for pages of another codec or of grouped tokens.
   using RowTransform =
       std::function<void(Side side, int layer, int kv_head, int first_position, int tokens, float* rows)>;
   Status CopyExact(const Context& exact, const RowTransform& transform = {});
@@ -102,6 +107,7 @@ class Sequence {
   // beginning is exactly what stands here, or it is used from its start behind nothing. What is here becomes pages; tokens
   // that are to be repaired are read behind all that comes before them. Afterwards there are no logits until the next
   // Forward. Errors: Attach's, for each context; kInvalidArgument (a token out of range, repair no multiple of a page);
+  // kIncompatible/codec_unsupported for a context of grouped tokens, unless it is used whole, from position 0 on;
   // kIncompatible/quality_gate when no token would be seen that was encoded at the start; kExhausted;
   // kCorrupt/checksum. On error the tokens are what they were.
   Result<SpliceResult> Splice(std::span<const SpliceSource> sources, const SpliceOptions& options);
@@ -141,17 +147,18 @@ class Sequence {
   // Forgets everything; attached segments are let go.
   void Clear();
 
-  // Drops the newest tokens, so that n_tokens are left; pages are cut by reference, never rewritten.
+  // Drops the newest tokens, so that n_tokens are left; pages are cut by reference, never rewritten. Error: kInvalidArgument
+  // for tokens that were grouped with others that would stay.
   Status Truncate(int n_tokens);
 
-  // For evaluation, of what was attached or published in f16 and not gone on from (else kInvalidArgument, nothing changed):
-  // the `share` of the tokens with the highest `importance` (one number per token) and the first token go to pages of
-  // codecs `high`, the others to pages of `low` or, without it, nowhere. Positions stay. The context can be gone on from,
-  // but neither published nor cut.
-  Status Regroup(std::span<const float> importance, double share, CodecPair high, std::optional<CodecPair> low);
+  // Which of the first tokens stand in which group; nothing: all are in the order of the text.
+  const GroupedTokens& groups() const;
+  // [tokens of the first Forward], what they were grouped by; empty where nothing was.
+  std::span<const float> importance() const;
 
   const std::vector<Token>& tokens() const;
   int n_ctx() const;
+  int n_threads() const;
   const PageCodecs& kv() const;  // of the pages that it writes
   Trace* trace() const;          // may be null
   const Model& model() const;
@@ -163,9 +170,12 @@ class Sequence {
     uint64_t shared_kv_bytes = 0;   // pages of attached segments
     uint64_t own_kv_bytes = 0;      // pages written here
     uint64_t tail_bytes = 0;
-    double verify_ms = 0;       // checksums of attached pages
-    double encode_ms = 0;       // CPU time of the encoder thread
-    double encode_wait_ms = 0;  // of which Forward had to wait for
+    int64_t tokens_dropped = 0;  // of the context, by who grouped it
+    double sample_ms = 0;        // CPU time of all threads in sampling attention for SequenceOptions::groups
+    double group_ms = 0;         // of grouping behind it
+    double verify_ms = 0;        // checksums of attached pages
+    double encode_ms = 0;        // CPU time of the encoder thread
+    double encode_wait_ms = 0;   // of which Forward had to wait for
     // Keys seen in pages with a refinement plane, per layer, KV head and tile of queries, and how many of them were
     // refined; since Create or the last Attach.
     uint64_t keys_with_refinement = 0;

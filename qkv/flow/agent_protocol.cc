@@ -139,11 +139,11 @@ class Fields {
     }
     Fail(key, "has an unknown value");
   }
-  void Read(const char* key, CodecPair& out) {
+  void Read(const char* key, KvChoice& out) {
     std::string text;
     Read(key, text);
     if (error_) return;
-    if (auto pair = ParseCodecPair(text)) {
+    if (auto pair = ParseKvChoice(text)) {
       out = *pair;
     } else {
       Fail(key, pair.error().message);

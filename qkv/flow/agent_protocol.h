@@ -39,7 +39,7 @@ struct AgentSetup {
 // What an agent's turn will need, ahead of it.
 struct AgentPrepare {
   std::string agent;
-  CodecPair kv;
+  KvChoice kv;
   uint64_t max_bytes = 0;  // FlowAgent::max_bytes, instead of kv
   double kv_bits = 0;      // > 0: RunOptions::kv_bits, instead of kv where there is no max_bytes
   int n_ctx = 4096;
@@ -53,7 +53,7 @@ struct AgentPrepare {
 // What to do; TurnRequest's fields of the same names.
 struct AgentTurn {
   std::string agent;
-  CodecPair kv;            // of the pages that this agent writes
+  KvChoice kv;             // of the pages that this agent writes
   uint64_t max_bytes = 0;  // as in AgentPrepare
   double kv_bits = 0;      // likewise
   int n_ctx = 4096;

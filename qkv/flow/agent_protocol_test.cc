@@ -48,7 +48,7 @@ TEST(AgentProtocol, SetupArrivesWhole) {
 
 TEST(AgentProtocol, PrepareArrivesWhole) {
   const AgentPrepare sent{.agent = "writer",
-                          .kv = {CodecId::kI8, CodecId::kI4},
+                          .kv = CodecPair{CodecId::kI8, CodecId::kI4},
                           .max_bytes = 123456789,
                           .kv_bits = 4.3,
                           .n_ctx = 1234,
@@ -89,7 +89,7 @@ TEST(AgentProtocol, TurnArrivesWhole) {
   sent.history = {0, 1, 2147483647};
   sent.publish_as = "flow-1.writer";
   sent.agent = "writer";
-  sent.kv = {CodecId::kI8, CodecId::kI4};
+  sent.kv = *ParseKvChoice("tokens:20/8/4");
   sent.max_bytes = 77;
   sent.kv_bits = 3.75;
   sent.n_ctx = 1234;

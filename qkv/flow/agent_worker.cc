@@ -162,7 +162,7 @@ class Worker {
   template <class Command>
   Status MakeAgent(const Command& command) {
     ConnectBroker();
-    PageCodecs kv = command.kv;
+    KvChoice kv = command.kv;
     if (command.max_bytes > 0) {
       QKV_ASSIGN_OR_RETURN(kv, BestWithinBytes(*model_, command.max_bytes, command.n_ctx));
     } else if (command.kv_bits > 0) {
@@ -175,7 +175,8 @@ class Worker {
     agent_.reset();
     made_for_ = command.agent;
     trace_ = std::make_unique<Trace>("");  // the runner knows whose it is
-    SequenceOptions options = {.n_ctx = command.n_ctx, .n_threads = command.threads, .kv = kv};
+    SequenceOptions options = {.n_ctx = command.n_ctx, .n_threads = command.threads, .kv = kv.codecs};
+    options.groups = kv.groups;
     options.refine = refine_;
     if (command.trace) options.trace = trace_.get();
     options.on_progress = [this](size_t done, size_t total) {
@@ -240,7 +241,7 @@ class Worker {
   WarmSegments warm_;
   std::unique_ptr<Trace> trace_ = std::make_unique<Trace>("");  // of the agent
   std::unique_ptr<Agent> agent_;
-  std::tuple<PageCodecs, int, int, bool> agent_key_;
+  std::tuple<KvChoice, int, int, bool> agent_key_;
   std::string made_for_;
   bool used_ = false;  // the agent has had a turn; what it holds is kept for whoever goes on from it at once
   bool in_turn_ = false;

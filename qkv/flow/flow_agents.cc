@@ -17,8 +17,8 @@ constexpr int kMaxRetries = 10;
 // An edge as it stands in the file.
 struct RawEdge {
   FlowEdge edge;
-  YAML::Mark mark;              // of the name
-  std::optional<CodecPair> kv;  // pages that the other is to write
+  YAML::Mark mark;             // of the name
+  std::optional<KvChoice> kv;  // pages that the other is to write
   YAML::Mark kv_mark;
 };
 

@@ -96,7 +96,7 @@ class Parser {
 
   Status CodecList(const Entry& entry) {
     for (const Entry& one : Reader::ListOrOne(entry)) {
-      QKV_ASSIGN_OR_RETURN(const CodecPair pair, reader_.Codec(one, one.value));
+      QKV_ASSIGN_OR_RETURN(const KvChoice pair, reader_.Codec(one, one.value));
       if (std::find(flow_.kv.begin(), flow_.kv.end(), pair) != flow_.kv.end()) {
         return reader_.At(one.mark(), "kv: {} is there twice", ToString(pair));
       }

@@ -52,10 +52,10 @@ struct FlowAgent {
   std::vector<FlowEdge> edges;
   int max_tokens = 256;
   Sampling sampling;
-  std::optional<CodecPair> kv;  // of the pages this agent writes; nothing: the run's
-  uint64_t max_bytes = 0;       // instead: the best codecs with which n_ctx tokens take no more; 0: no such limit
-  double deadline_s = 0;        // for its turn; 0: the run's
-  int retries = 0;              // further attempts after its process died or its deadline passed
+  std::optional<KvChoice> kv;  // of the pages this agent writes; nothing: the run's
+  uint64_t max_bytes = 0;      // instead: the best codecs with which n_ctx tokens take no more; 0: no such limit
+  double deadline_s = 0;       // for its turn; 0: the run's
+  int retries = 0;             // further attempts after its process died or its deadline passed
 
   // For `foreach`: which of the flow's lists, and which item of it. Agents over one list belong together item by item.
   int list = -1;
@@ -73,7 +73,7 @@ struct Flow {
   int n_ctx = 4096;
   int threads = 0;                            // of all agents together; 0: as many as the machine has CPUs
   int64_t budget = 0;                         // tokens of KV to have at one time, if the order can help it; 0: any
-  std::vector<CodecPair> kv;                  // to hand over with, in order; empty: the program's choice
+  std::vector<KvChoice> kv;                   // to hand over with, in order; empty: the program's choice
   std::map<std::string, std::string> inputs;  // name -> text; of a list: its items, a blank line between
   std::vector<FlowAgent> agents;              // in the order of the file
   std::map<std::string, std::vector<int>, std::less<>> names;  // of agents, and of what `foreach` made

@@ -250,6 +250,8 @@ TEST(FlowFileErrors, BadCodecSaysWhichThereAre) {
   EXPECT_EQ(ParseFlow("agents:\n  - name: a\n    prompt: x\n    max_bytes: 64MiB\n", "f.yaml")->agents[0].max_bytes,
             uint64_t{64} << 20);
   EXPECT_EQ(ErrorOf("kv: i9\nagents: []\n"), "f.yaml:1:5: kv: " + ParseCodecPair("i9").error().message);
+  EXPECT_EQ(ErrorOf("kv: tokens:0/8/4\nagents: []\n"),
+            "f.yaml:1:5: kv: " + ParseKvChoice("tokens:0/8/4").error().message);
   EXPECT_EQ(ErrorOf("kv: [i8, i9]\nagents: []\n"), "f.yaml:1:10: kv: " + ParseCodecPair("i9").error().message);
   EXPECT_EQ(ErrorOf("kv: [i8, i4, i8]\nagents: []\n"), "f.yaml:1:14: kv: i8 is there twice");
   EXPECT_EQ(ErrorOf("kv: k=5/3,v=4\nagents: []\n"),

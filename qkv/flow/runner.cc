@@ -71,7 +71,7 @@ class Run {
         turns_(flow, plan_.nodes(), options.mode),
         agents_(flow.agents.size()) {
     result_.mode = options.mode;
-    kv_ = options.mode == FlowMode::kText ? CodecPair{} : options.kv ? *options.kv : HandoffCodecs(flow).front();
+    kv_ = options.mode == FlowMode::kText ? KvChoice{} : options.kv ? *options.kv : HandoffCodecs(flow).front();
     result_.kv = HandsOver() && options.kv_bits > 0 ? fmt::format("{} bits", options.kv_bits) : ToString(kv_);
     result_.ahead = options.ahead;
     result_.threads = TotalThreads(flow);
@@ -300,7 +300,7 @@ class Run {
 
   uint64_t MaxBytesOf(int i) const { return HandsOver() ? agent(i).max_bytes : 0; }
   double KvBitsOf(int i) const { return HandsOver() && !agent(i).kv ? options_.kv_bits : 0; }
-  CodecPair CodecsOf(int i) const { return HandsOver() && agent(i).kv ? *agent(i).kv : kv_; }
+  KvChoice CodecsOf(int i) const { return HandsOver() && agent(i).kv ? *agent(i).kv : kv_; }
 
   void StartTurn(FlowWorker& worker) {
     const int i = worker.agent;
@@ -629,7 +629,7 @@ class Run {
   std::vector<bool> released_ = std::vector<bool>(agents_.size(), false);
   PlanForecast forecast_;
   int jobs_ = 1;
-  CodecPair kv_;
+  KvChoice kv_;
   ModeResult result_;
   Clock::time_point first_turn_{};
   MemorySampler* memory_ = nullptr;
@@ -645,9 +645,9 @@ class Run {
 
 }  // namespace
 
-std::vector<CodecPair> HandoffCodecs(const Flow& flow) {
+std::vector<KvChoice> HandoffCodecs(const Flow& flow) {
   if (!flow.kv.empty()) return flow.kv;
-  return {{CodecId::kI8, CodecId::kI8}, {CodecId::kI4, CodecId::kI4}};
+  return {CodecPair{CodecId::kI8, CodecId::kI8}, CodecPair{CodecId::kI4, CodecId::kI4}};
 }
 
 int TotalThreads(const Flow& flow) {
@@ -672,10 +672,10 @@ Result<ModeResult> RunFlow(const Flow& flow, const RunOptions& options) {
 }
 
 Result<FlowReport> CompareModes(const Flow& flow, const RunOptions& options,
-                                const std::function<void(FlowMode, CodecPair)>& on_mode) {
+                                const std::function<void(FlowMode, const KvChoice&)>& on_mode) {
   FlowReport report{.flow = flow.name, .graph = flow.Graph()};
   RunOptions one = options;
-  const auto run = [&](FlowMode mode, CodecPair kv) -> Status {
+  const auto run = [&](FlowMode mode, const KvChoice& kv) -> Status {
     one.mode = mode;
     one.kv = kv;
     one.kv_bits = 0;
@@ -684,8 +684,8 @@ Result<FlowReport> CompareModes(const Flow& flow, const RunOptions& options,
     report.modes.push_back(std::move(result));
     return {};
   };
-  QKV_RETURN_IF_ERROR(run(FlowMode::kText, CodecPair{}));
-  for (CodecPair kv : HandoffCodecs(flow)) {
+  QKV_RETURN_IF_ERROR(run(FlowMode::kText, KvChoice{}));
+  for (const KvChoice& kv : HandoffCodecs(flow)) {
     if (report.modes.back().stopped) break;
     QKV_RETURN_IF_ERROR(run(FlowMode::kHandoff, kv));
     for (Agreement& one_agent : CompareOutputs(report.modes.front(), report.modes.back())) {

@@ -54,7 +54,7 @@ struct FlowEvent {
 
 struct RunOptions {
   FlowMode mode = FlowMode::kHandoff;
-  std::optional<CodecPair> kv;     // handoff only; nothing: HandoffCodecs(flow)'s first. Text mode keeps f16 pages.
+  std::optional<KvChoice> kv;      // handoff only; nothing: HandoffCodecs(flow)'s first. Text mode keeps f16 pages.
   double kv_bits = 0;              // > 0: instead of `kv`, the best of so many bits per value for each agent's model
   double refine = kDefaultRefine;  // SequenceOptions::refine, of every agent
   std::string socket;              // an existing broker's; empty: one of our own, in a private directory
@@ -74,7 +74,7 @@ struct RunOptions {
 };
 
 // The flow's own list, or i8 and i4.
-std::vector<CodecPair> HandoffCodecs(const Flow& flow);
+std::vector<KvChoice> HandoffCodecs(const Flow& flow);
 
 // Threads that all agents of a flow have together.
 int TotalThreads(const Flow& flow);
@@ -88,6 +88,6 @@ Result<ModeResult> RunFlow(const Flow& flow, const RunOptions& options);
 // Text mode, then handing over with each of HandoffCodecs(flow) (`options.mode`, `kv` and `kv_bits` are not looked at),
 // one after the other. `on_mode` is told which one begins. Ends early when stopped.
 Result<FlowReport> CompareModes(const Flow& flow, const RunOptions& options,
-                                const std::function<void(FlowMode, CodecPair)>& on_mode = {});
+                                const std::function<void(FlowMode, const KvChoice&)>& on_mode = {});
 
 }  // namespace qkv

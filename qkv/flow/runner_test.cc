@@ -683,7 +683,7 @@ TEST_F(RunnerTest, EveryInterleavingGivesTheSameResult) {
 TEST_F(RunnerTest, CompareRunsTextThenEveryCodecOfTheFlow) {
   Given("kv: [i8, i4]\n" + std::string(kChain));
   std::vector<std::string> modes;
-  auto report = CompareModes(flow_, options_, [&](FlowMode mode, CodecPair kv) {
+  auto report = CompareModes(flow_, options_, [&](FlowMode mode, const KvChoice& kv) {
     modes.push_back(std::string(FlowModeName(mode)) + " " + ToString(kv));
   });
   ASSERT_TRUE(report) << report.error().message;
