@@ -13,7 +13,7 @@ mkdir -p "$folder"
 
 calibration="$folder/calibration.qkvbal"
 if [ ! -f "$calibration" ]; then  # between the first two stretches that are scored
-  head -c 46000 "$text" | tail -c 40000 > "$folder/calibration.txt"
+  head -c 60000 "$text" | tail -c 40000 > "$folder/calibration.txt"
   "$program" calibrate --text "$folder/calibration.txt" -o "$calibration"
 fi
 
@@ -26,7 +26,7 @@ measure() { # name, options of eval …
 
 for step in "$@"; do
   case $step in
-    handoff) measure handoff --samples 24 --kv 8 --kv k=6,v=5 --kv k=5,v=4 --kv 4 --kv k=4,v=3 --kv bal:k=5,v=4 --kv bal:4 \
+    handoff) measure handoff --kv 8 --kv k=6,v=5 --kv k=5,v=4 --kv 4 --kv k=4,v=3 --kv bal:k=5,v=4 --kv bal:4 \
       --kv bal:k=4,v=3 --kv i8 --kv i8-channel --kv i8-tensor --kv k=i8,v=i4 --kv i4z --kv i4 --kv like:q8_0 \
       --kv like:q4_0 ;;
     layers)

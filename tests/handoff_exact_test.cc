@@ -219,12 +219,12 @@ TEST_F(HandoffExact, OfAGroupedPrompt) {
     auto producer = NewAgent(kv);
     const std::string id = Produce(*producer, SourceTokens(5, 700), "grouped");
     ASSERT_EQ(producer->sequence().groups().size(), 640);
-    const Generated first = Finish(*StartConsumer(id, kv.codecs, "second"));
+    const Generated first = Finish(*StartConsumer(id, kv.codecs.pair, "second"));
     EXPECT_EQ(first, GoOn(*producer));
     const Token last = first.tokens.back();
     ASSERT_TRUE(producer->sequence().Forward({&last, 1}));  // published with the context
     PublishNow(*producer, "own");
-    EXPECT_EQ(Finish(*StartConsumer("second", kv.codecs)), GoOn(*producer));
+    EXPECT_EQ(Finish(*StartConsumer("second", kv.codecs.pair)), GoOn(*producer));
   }
 }
 

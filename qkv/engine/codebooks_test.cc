@@ -43,7 +43,10 @@ class Codebooks : public ::testing::Test {
     SequenceOptions options;
     options.n_ctx = 256;
     options.n_threads = 1;
-    options.kv = *ParseCodecPair(kv);
+    const auto choice = ParseKvChoice(kv);
+    EXPECT_TRUE(choice) << choice.error().message;
+    options.kv = choice->codecs;
+    options.groups = choice->groups;
     options.codebooks = std::move(codebooks);
     return Sequence::Create(model, options);
   }
@@ -197,6 +200,31 @@ TEST_F(Codebooks, NobodyWithOtherOnesReadsTheirPages) {
     ASSERT_FALSE(attached);
     EXPECT_EQ(attached.error().code, Code::kCorrupt);
     EXPECT_THAT(attached.error().message, HasSubstr("need codebooks"));
+  }
+}
+
+// Of either group; the other's pages need none.
+TEST_F(Codebooks, GroupsOfAPromptMayNeedThem) {
+  const auto model = Load({.q_scale = 16});
+  const auto codebooks = Learn(model);
+  for (const char* kv : {"tokens:40/8/pq2", "tokens:40/pq4/i8", "tokens:40/pq4/drop"}) {
+    SCOPED_TRACE(kv);
+    const auto without = Create(model, kv);
+    ASSERT_FALSE(without);
+    EXPECT_THAT(without.error().message, HasSubstr("calibrate --codebooks"));
+    const auto producer = *Create(model, kv, codebooks), reader = *Create(model, "i8", codebooks);
+    const auto twin = *Create(model, kv, codebooks);
+    ASSERT_TRUE(producer->Forward(SomeTokens(140)));
+    ASSERT_FALSE(producer->groups().empty());
+    const auto context = producer->Publish({});
+    ASSERT_TRUE(context) << context.error().message;
+    EXPECT_EQ(context->card.model().codebooks_digest(), codebooks->digest());
+    ASSERT_TRUE(twin->Attach(*context));
+    ASSERT_TRUE(reader->Attach(*context));
+    for (Sequence* sequence : {producer.get(), twin.get(), reader.get()}) ASSERT_TRUE(sequence->Forward({}));
+    EXPECT_TRUE(std::ranges::equal(reader->logits(), producer->logits()));
+    for (Sequence* sequence : {producer.get(), twin.get()}) ASSERT_TRUE(sequence->Forward(SomeTokens(50)));
+    EXPECT_TRUE(std::ranges::equal(twin->logits(), producer->logits()));
   }
 }
 

@@ -291,6 +291,40 @@ TEST(Layers, ATableOfAnotherModelIsRefused) {
   EXPECT_EQ(Sequence::Create(TestModel(), options).error().code, Code::kInvalidArgument);
 }
 
+TEST(Layers, AndGroupsOfTokensAreNotAskedForTogether) {
+  SequenceOptions options;
+  options.kv = Mixed(TestModel()->geometry());
+  options.groups = TokenGroups{.low = kF16};
+  const auto refused = Sequence::Create(TestModel(), options);
+  ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().code, Code::kInvalidArgument);
+  EXPECT_THAT(refused.error().message, HasSubstr("by layer"));
+}
+
+// Pages of a context's groups, then pages with a table.
+TEST(Layers, GoOnFromAGroupedPrompt) {
+  SequenceOptions options;
+  options.n_ctx = 1024;
+  options.kv = CodecPair{CodecId::k8, CodecId::k8};
+  options.groups = TokenGroups{.percent = 30, .low = CodecPair{CodecId::k4, CodecId::k4}};
+  auto producer = Sequence::Create(TestModel(), options);
+  ASSERT_TRUE(producer) << producer.error().message;
+  Read(**producer, SourceTokens(50, 150));
+  ASSERT_FALSE((*producer)->groups().empty());
+  const Context context = PublishedBy(**producer);
+  auto heir = NewSequence(Mixed(TestModel()->geometry()));
+  ASSERT_TRUE(heir->Attach(context));
+  Read(*heir, SourceTokens(300, 80));
+  const Context theirs = PublishedBy(*heir);
+  EXPECT_EQ(theirs.card.format().kv(), "layers");
+  EXPECT_EQ(theirs.card.mask().groups().SerializeAsString(), context.card.mask().groups().SerializeAsString());
+  auto last = NewSequence(kF16);
+  ASSERT_TRUE(last->Attach(theirs));
+  Read(*last, {});
+  Read(*heir, {});
+  EXPECT_EQ(Logits(*last), Logits(*heir));
+}
+
 class MeasuredLayers : public ::testing::Test {
  protected:
   MeasuredLayers() {

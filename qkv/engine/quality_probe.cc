@@ -153,7 +153,8 @@ Result<ProbeResult> HandoffProbe::ScoreGroups(const ProbeCodec& codec) const {
   result.encode_ns = EncodeNs(*producer, result.size);
   result.decode_ns = DecodeNs(context, producer->codebooks());
   QKV_ASSIGN_OR_RETURN(const auto reader,
-                       NewSequence(model_, Scoring(options_), {.kv = kExact, .codebooks = codec.codebooks},
+                       NewSequence(model_, Scoring(options_),
+                                   {.kv = codec.kv, .calibration = codec.calibration, .codebooks = codec.codebooks},
                                    prefix.size() + scored_.size()));
   QKV_RETURN_IF_ERROR(reader->Attach(context));
   QKV_ASSIGN_OR_RETURN(const auto logits, AllLogits(*reader, scored_));

@@ -16,8 +16,8 @@ namespace {
 using ::testing::HasSubstr;
 
 TEST(KvChoice, GoesFromTextAndBack) {
-  for (const char* text : {"i8", "k=5,v=4", "4+4", "tokens:20/8/4", "tokens:1/i8/k=4,v=3", "tokens:99/8/drop",
-                           "tokens:all-queries/20/8/4", "tokens:random/20/8/drop"}) {
+  for (const char* text : {"i8", "k=5,v=4", "4+4", "pq4", "tokens:20/8/4", "tokens:20/8/pq2", "tokens:1/i8/k=4,v=3",
+                           "tokens:99/8/drop", "tokens:all-queries/20/8/4", "tokens:random/20/8/drop"}) {
     const auto choice = ParseKvChoice(text);
     ASSERT_TRUE(choice) << text << ": " << choice.error().message;
     EXPECT_EQ(ToString(*choice), text);
@@ -55,6 +55,10 @@ TEST(KvChoice, BitsAreThoseOfBothGroups) {
   EXPECT_DOUBLE_EQ(BitsPerValue(*ParseKvChoice("tokens:20/8/4"), 64), 0.2 * 8.25 + 0.8 * 4.25);
   EXPECT_DOUBLE_EQ(BitsPerValue(*ParseKvChoice("tokens:20/8/drop"), 64), 0.2 * 8.25);
   EXPECT_DOUBLE_EQ(BitsPerValue(*ParseKvChoice("4+4"), 64), 8.5);
+  const CodecPair wide = {CodecId::k8, CodecId::k8}, narrow = {CodecId::k4, CodecId::k4};
+  const auto layers = LayerCodecs::Create({3, 2, 64}, std::vector{wide, narrow, narrow});
+  ASSERT_TRUE(layers);
+  EXPECT_DOUBLE_EQ(BitsPerValue(PageCodecs(kLayersPair, *layers), 64), (8.25 + 2 * 4.25) / 3);
 }
 
 TEST(PlanGroups, WholePagesButTheNewestTokensAreGrouped) {

@@ -153,13 +153,12 @@ class Reader {
   Result<KvChoice> Codec(const Entry& entry, const YAML::Node& node) const {
     const YAML::Mark mark = node.Mark().is_null() ? entry.key_mark : node.Mark();
     if (!node.IsScalar()) return At(mark, "{}: expected a codec pair such as i8, found {}", entry.key, KindName(node));
-    auto pair = ParseKvChoice(node.Scalar());
-    if (!pair) return Located(mark, Error{Code::kInvalidArgument, entry.key + ": " + pair.error().message});
-    if (CodecOf(pair->k).keys_only) {
-      return At(mark, "{}: keys in codec {} need a calibration, which flows do not take", entry.key,
-                CodecOf(pair->k).name);
+    auto choice = ParseKvChoice(node.Scalar());
+    if (!choice) return Located(mark, Error{Code::kInvalidArgument, entry.key + ": " + choice.error().message});
+    if (const auto& k = CodecOf(choice->codecs.pair.k); k.keys_only) {
+      return At(mark, "{}: keys in codec {} need a calibration, which flows do not take", entry.key, k.name);
     }
-    return pair;
+    return choice;
   }
 
   Result<std::string> Path(const Entry& entry) {
