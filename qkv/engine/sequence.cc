@@ -54,7 +54,6 @@ class Scratch {
 
 // What the custom operations of one step share; written before the graph runs.
 struct Step {
-  Placement* placement = nullptr;
   PagedKv* kv = nullptr;
   const RowObserver* on_rows = nullptr;
   AttentionSampler* sampler = nullptr;  // in a prefill whose tokens are to be grouped
@@ -96,7 +95,6 @@ void Observe(const LayerStep& layer, RowKind kind, const ggml_tensor* x) {
 
 void AppendOp(ggml_tensor* dst, int ith, int nth, void* userdata) {
   auto& layer = *static_cast<LayerStep*>(userdata);
-  layer.step->placement->Apply(ith);
   const ggml_tensor *k = dst->src[0], *v = dst->src[1];
   if (layer.step->on_rows != nullptr && ith == 0) {
     Observe(layer, RowKind::kK, k);
@@ -146,6 +144,8 @@ void MergeOp(ggml_tensor* dst, int /*ith*/, int /*nth*/, void* userdata) {
 }  // namespace
 
 struct Sequence::Impl {
+  explicit Impl(int n_threads) : placement(n_threads) {}
+
   std::shared_ptr<const Model> model;
   SequenceOptions options;
   ModelIdentity identity;  // the model's, and the digests of calibration and codebooks
@@ -170,7 +170,7 @@ struct Sequence::Impl {
 
   AttentionShape shape;
   Rope rope;
-  std::optional<Placement> placement;
+  Placement placement;
   Step step;
   std::vector<LayerStep> layer_steps;
   std::vector<LayerOps> layer_ops;
@@ -267,9 +267,9 @@ struct Sequence::Impl {
     ggml_cplan cplan = ggml_graph_plan(graph.graph(), options.n_threads, pool.get());
     if (cplan.work_size > 0) cplan.work_data = work.Get(cplan.work_size);
     ggml_threadpool_resume(pool.get());
-    placement->Begin();
+    placement.Begin();
     const ggml_status status = ggml_graph_compute(graph.graph(), &cplan);
-    placement->End();
+    placement.End();
     if (status != GGML_STATUS_SUCCESS) {
       kv->AbortStep();
       return Err(Code::kInternal, "ggml could not compute the graph: {}", ggml_status_to_string(status));
@@ -310,7 +310,7 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   if (options.kv.pair.k == CodecId::kBands && options.calibration == nullptr)
     return Err(Code::kInvalidArgument, "keys in codec 5/3 need the matrices of 'qkvshare calibrate' (--bal)");
   QKV_RETURN_IF_ERROR(CheckGroups(KvChoice(options.kv, options.groups)));
-  auto impl = std::make_unique<Impl>();
+  auto impl = std::make_unique<Impl>(options.n_threads);
   const HyperParams& p = model->params();
   ggml_threadpool_params pool_params = ggml_threadpool_params_default(options.n_threads);
   // Asleep until there is something to compute: waiting threads spin for a while, and would keep the broker off its core
@@ -319,14 +319,13 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
   // And soon asleep again: ggml's default spins for some tenths of a second after every step, on cores that the process's
   // other sequences may need; this is a few milliseconds, enough for the sampler between two tokens.
   pool_params.poll = 1;
+  impl->placement.Assign(pool_params);
   impl->pool.reset(ggml_threadpool_new(&pool_params));
   if (impl->pool == nullptr)
     return Err(Code::kExhausted, Reason::kPoolFull, "could not start {} threads", options.n_threads);
   impl->options = options;
   impl->shape = {p.n_heads, p.n_kv_heads, p.head_dim, 1.0f / std::sqrt(static_cast<float>(p.head_dim))};
   impl->rope = RopeOf(model->internal());
-  impl->placement.emplace(options.n_threads);
-  impl->step.placement = &*impl->placement;
   impl->step.n_layers = p.n_layers;
   if (impl->options.on_rows) impl->step.on_rows = &impl->options.on_rows;
   impl->step.counts.resize(options.n_threads);

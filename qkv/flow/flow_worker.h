@@ -38,6 +38,7 @@ struct FlowWorker {
   bool loading = true;
   int turns = 0;               // that it has had
   bool spoke = false;          // in the turn that it runs
+  bool taking_over = false;    // its turn goes on from contexts of others and has no first token yet
   Clock::time_point deadline;  // of loading, or of the turn
 };
 

@@ -74,8 +74,9 @@ void MemorySampler::Loop() {
       record_.samples.resize(kMostSamples / 2);
     }
     if (last) return;
-    // The kernel walks page tables for each look: spend at most a twentieth of one CPU on it.
-    wake_.wait_for(lock, std::max<Clock::duration>(kTick, 20 * (Clock::now() - start)), [this] { return stop_; });
+    // The kernel walks page tables for each look, some milliseconds for every process, and whoever computes on that CPU is
+    // waited for by the others of its sequence: spend at most a hundredth of one CPU on it.
+    wake_.wait_for(lock, std::max<Clock::duration>(kTick, 100 * (Clock::now() - start)), [this] { return stop_; });
   }
 }
 

@@ -332,6 +332,7 @@ class Run {
     worker.prepared = worker.last = -1;
     ++worker.turns;
     worker.spoke = false;
+    worker.taking_over = !turn->inherits.empty() || !turn->reads.empty();
     state.hop.started_at_ms = SinceStart();
     Tell(FlowEvent::Kind::kStarted, i);
   }
@@ -356,7 +357,11 @@ class Run {
             .trace = options_.trace};
   }
 
+  // Not while somebody takes over a context: what is ahead of time would be at the cost of what is due, and letting go of
+  // the last turn's memory, which comes first in preparing, is not for free either.
   void PrepareUpcoming() {
+    const auto takes_over = [](const auto& worker) { return worker != nullptr && worker->taking_over; };
+    if (std::ranges::any_of(workers_, takes_over)) return;
     for (int i : plan_.Upcoming()) {
       const bool done = std::any_of(workers_.begin(), workers_.end(),
                                     [&](const auto& worker) { return worker != nullptr && worker->prepared == i; });
@@ -451,6 +456,9 @@ class Run {
     const int i = worker.agent;
     const bool running = i >= 0 && !worker.loading;
     worker.spoke = true;
+    if (!std::holds_alternative<AgentProgress>(*event) && !std::holds_alternative<AgentPrepared>(*event)) {
+      worker.taking_over = false;
+    }
     if (auto* ready = std::get_if<AgentReady>(&*event); ready != nullptr && worker.loading) {
       worker.tokenizer = std::move(ready->tokenizer);
       worker.loading = false;
