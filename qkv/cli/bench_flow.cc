@@ -311,7 +311,8 @@ void PrintTable(const Json& json) {
   for (const Way& way : kWays) {
     const double ms = gap[way.name]["gap_ms"];
     const double next_ms = gap[way.name]["next_gap_ms"];
-    fmt::print("  {:<28} {:>7.0f} ms {:>12.2f} {:>15.0f} ms {:>12.2f}\n", way.name, ms, ms / bare, next_ms, next_ms / bare);
+    fmt::print("  {:<28} {:>7.0f} ms {:>12.2f} {:>15.0f} ms {:>12.2f}\n", way.name, ms, ms / bare, next_ms,
+               next_ms / bare);
   }
   if (!json.contains("team")) return;
   fmt::print("\nresearch team, {} readers of {} tokens:\n", kReaders, json["tokens"].get<int>());

@@ -440,6 +440,9 @@ TEST_F(RunnerTest, AgentsOfOneModelShareWorkers) {
   ExpectNobodyLeft();
   std::filesystem::remove(directory_ / "pids");
   options_.in_place = false;
+  for (int i = 0; i < 11; ++i) {
+    Does(fmt::format("a{}", i), fmt::format("say x; while [ ! -e a{}.prepare ]; do sleep 0.01; done; answer", i + 1));
+  }
   EXPECT_TRUE(Run().ok());
   EXPECT_EQ(Pids().size(), 2u) << "one at work and one getting ready";
   EXPECT_EQ(prepared_.size(), 11u);
@@ -488,13 +491,26 @@ TEST_F(RunnerTest, ReadersArePreparedWhileTheirProducersWork) {
 )");
   options_.jobs = 2;
   // The producer answers only once its readers are ready.
-  Does("b", "while [ ! -e c.prepare -o ! -e d.prepare ]; do sleep 0.01; done; answer");
+  Does("b", "say x; while [ ! -e c.prepare -o ! -e d.prepare ]; do sleep 0.01; done; answer");
   EXPECT_TRUE(Run().ok());
   EXPECT_EQ(PrepareOf("c").context, "id-a") << "what its producer goes on from is there already";
   EXPECT_FALSE(PrepareOf("c").prefix);
   EXPECT_EQ(Read("heir.prepare"), "") << "it goes on where its context is";
   EXPECT_TRUE(PrepareOf("d").prefix);
   EXPECT_EQ(PrepareOf("d").system, "own");
+}
+
+TEST_F(RunnerTest, NobodyIsPreparedWhileAContextIsTakenOver) {
+  Given(R"(agents:
+  - {name: a, prompt: x}
+  - {name: b, inherits: a, prompt: y}
+  - {name: c, inherits: b, prompt: z}
+)");
+  options_.in_place = false;
+  // Long enough for a command to arrive, were there one.
+  Does("b", "sleep 0.2; [ -e c.prepare ] && exit 7; say x; while [ ! -e c.prepare ]; do sleep 0.01; done; answer");
+  EXPECT_TRUE(Run().ok());
+  EXPECT_EQ(PrepareOf("c").context, "id-a");
 }
 
 TEST_F(RunnerTest, TheFirstToGoOnFromAContextDoesSoInItsProducersWorker) {
