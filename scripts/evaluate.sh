@@ -13,7 +13,7 @@ mkdir -p "$folder"
 
 calibration="$folder/calibration.qkvbal"
 if [ ! -f "$calibration" ]; then  # between the first two stretches that are scored
-  head -c 60000 "$text" | tail -c 40000 > "$folder/calibration.txt"
+  head -c 46000 "$text" | tail -c 40000 > "$folder/calibration.txt"
   "$program" calibrate --text "$folder/calibration.txt" -o "$calibration"
 fi
 

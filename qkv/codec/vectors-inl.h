@@ -134,6 +134,34 @@ void UnpackPairs(const uint8_t* codes, int row_pairs, int row_lanes, const float
   }
 }
 
+// Rows [tokens][head_dim], sanitized where they are an encoder's, to a panel [head_dim][32 tokens]; absent tokens: 0.
+template <bool kSanitize>
+void TransposeRows(const float* rows, int tokens, int head_dim, float* panel) {
+  static constexpr float kZeros[kMaxHeadDim] = {};
+  const Fixed128<float> d;
+  const Fixed128<double> d64;
+  for (int t = 0; t < kPageTokens; t += 4) {
+    const auto row = [&](int i) { return t + i < tokens ? rows + (t + i) * head_dim : kZeros; };
+    const float *r0 = row(0), *r1 = row(1), *r2 = row(2), *r3 = row(3);
+    const auto load = [&](const float* from) HWY_ATTR {
+      if constexpr (kSanitize) return LoadSanitized(d, from);
+      return hn::LoadU(d, from);
+    };
+    for (int c = 0; c < head_dim; c += 4) {
+      const auto a = load(r0 + c), b = load(r1 + c), e = load(r2 + c), f = load(r3 + c);
+      const auto ab_low = hn::BitCast(d64, hn::InterleaveLower(d, a, b));
+      const auto ef_low = hn::BitCast(d64, hn::InterleaveLower(d, e, f));
+      const auto ab_high = hn::BitCast(d64, hn::InterleaveUpper(d, a, b));
+      const auto ef_high = hn::BitCast(d64, hn::InterleaveUpper(d, e, f));
+      float* to = panel + c * kPageTokens + t;
+      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(d64, ab_low, ef_low)), d, to);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(d64, ab_low, ef_low)), d, to + kPageTokens);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(d64, ab_high, ef_high)), d, to + 2 * kPageTokens);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(d64, ab_high, ef_high)), d, to + 3 * kPageTokens);
+    }
+  }
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace qkv::simd
 HWY_AFTER_NAMESPACE();

@@ -37,7 +37,8 @@ class PqCodebooks;
 // heads. For calibration. Called on the caller's thread within Forward, layer by layer, Q last.
 enum class RowKind : uint8_t { kQ, kK, kV };
 using RowObserver = std::function<void(RowKind kind, int layer, int n_tokens, std::span<const float> rows)>;
-inline constexpr double kDefaultRefine = 0.01;
+// At it a tenth of the tokens is refined (docs/EVALUATION.md).
+inline constexpr double kDefaultRefine = 0.012;
 
 struct SequenceOptions {
   int n_ctx = 4096;  // tokens; beyond it Forward refuses
