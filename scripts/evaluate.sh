@@ -26,9 +26,9 @@ measure() { # name, options of eval …
 
 for step in "$@"; do
   case $step in
-    handoff) measure handoff --kv 8 --kv k=6,v=5 --kv k=5,v=4 --kv 4 --kv k=4,v=3 --kv bal:k=5,v=4 --kv bal:4 \
-      --kv bal:k=4,v=3 --kv i8 --kv i8-channel --kv i8-tensor --kv k=i8,v=i4 --kv i4z --kv i4 --kv like:q8_0 \
-      --kv like:q4_0 ;;
+    handoff) measure handoff --samples 24 --kv 8 --kv k=6,v=5 --kv k=5,v=4 --kv 4 --kv k=4,v=3 --kv bal:k=5,v=4 \
+      --kv bal:4 --kv bal:k=4,v=3 --kv bal:k=5/3,v=4 --kv i8 --kv i8-channel --kv i8-tensor --kv k=i8,v=i4 --kv i4z \
+      --kv i4 --kv like:q8_0 --kv like:q4_0 ;;
     layers)
       sensitivities="$folder/sensitivities.qkvlayers"
       [ -f "$sensitivities" ] || "$program" calibrate --layers --text "$folder/calibration.txt" -o "$sensitivities"

@@ -10,11 +10,18 @@
 #include <algorithm>
 #include <cctype>
 #include <csignal>
+#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <random>
 
 #include "qkv/broker/server.h"
+#include "qkv/codec/test_support.h"
 #include "qkv/engine/agent.h"
+#include "qkv/engine/calibration.h"
+#include "qkv/engine/codebooks.h"
+#include "qkv/engine/layer_bits.h"
 #include "qkv/engine/test_support.h"
+#include "qkv/engine/whole_file.h"
 #include "tests/process.h"
 
 namespace qkv::testing {
@@ -34,6 +41,15 @@ std::ostream& operator<<(std::ostream& out, const Generated& g) {
   return out << g.logits_digest << " (" << g.tokens.size() << " tokens)";
 }
 
+// What a consumer is started with.
+struct Reader {
+  std::string kv;
+  std::string publish_as = "";
+  std::string model = TestModelPath();
+  bool balanced = false;
+  std::string on_miss = "fail";
+};
+
 class HandoffExact : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -47,12 +63,16 @@ class HandoffExact : public ::testing::Test {
     client_ = *std::move(client);
   }
 
-  std::unique_ptr<Agent> NewAgent(const KvChoice& kv) {
+  static SequenceOptions OptionsOf(const KvChoice& kv) {
     SequenceOptions options;
     options.n_ctx = 4608;
     options.n_threads = 2;
     options.kv = kv.codecs;
     options.groups = kv.groups;
+    return options;
+  }
+  std::unique_ptr<Agent> NewAgent(const KvChoice& kv) { return NewAgent(OptionsOf(kv)); }
+  std::unique_ptr<Agent> NewAgent(const SequenceOptions& options) {
     auto sequence = Sequence::Create(TestModel(), options);
     EXPECT_TRUE(sequence) << sequence.error().message;
     return std::make_unique<Agent>(TestModel(), *std::move(sequence), client_.get());
@@ -74,9 +94,10 @@ class HandoffExact : public ::testing::Test {
     return context->card.id();
   }
 
-  // The producer goes on itself.
-  static Generated GoOn(Agent& agent) {
+  // The producer goes on itself; or, with a history, an agent that has read nothing goes on from that.
+  static Generated GoOn(Agent& agent, std::vector<Token> history = {}) {
     TurnRequest request;
+    request.history = std::move(history);
     request.max_tokens = kTokens;
     request.ignore_eos = true;
     request.digest_logits = true;
@@ -86,38 +107,61 @@ class HandoffExact : public ::testing::Test {
   }
 
   std::unique_ptr<Process> StartConsumer(const std::string& context, CodecPair kv, const std::string& publish_as = "") {
+    return StartConsumer(context, Reader{.kv = ToString(kv), .publish_as = publish_as});
+  }
+  std::unique_ptr<Process> StartConsumer(const std::string& context, const Reader& reader) {
     std::vector<std::string> argv = {QKV_PROGRAM,
                                      "attach",
                                      context,
                                      "--socket",
                                      server_->socket_path(),
                                      "-m",
-                                     TestModelPath(),
+                                     reader.model,
                                      "-n",
                                      std::to_string(kTokens),
                                      "--ignore-eos",
                                      "--json",
                                      "--logits-digest",
                                      "--on-miss",
-                                     "fail",
+                                     reader.on_miss,
                                      "--kv",
-                                     ToString(kv),
+                                     reader.kv,
                                      "-c",
                                      "4608",
                                      "-t",
                                      "2",
                                      "--quality-gate",
                                      "off"};
-    if (!publish_as.empty()) argv.insert(argv.end(), {"--publish", publish_as});
+    if (!reader.publish_as.empty()) argv.insert(argv.end(), {"--publish", reader.publish_as});
+    if (reader.balanced) argv.emplace_back("--bal");
     return Process::Start(argv);
   }
-  static Generated Finish(Process& consumer) {
+  static Json Report(Process& consumer) {
     EXPECT_EQ(consumer.Wait(kPatience), 0) << consumer.errors();
-    const Json json = Json::parse(consumer.output(), nullptr, false);
+    Json json = Json::parse(consumer.output(), nullptr, false);
     EXPECT_FALSE(json.is_discarded()) << consumer.output();
-    if (json.is_discarded()) return {};
-    EXPECT_EQ(json["mode"], "attach");
-    return {json["token_ids"].get<std::vector<Token>>(), json["logits_digest"]};
+    return json.is_discarded() ? Json::object() : json;
+  }
+  static Generated GeneratedOf(const Json& report) {
+    return {report.value("token_ids", std::vector<Token>()), report.value("logits_digest", "")};
+  }
+  static Generated Finish(Process& consumer) {
+    const Json report = Report(consumer);
+    EXPECT_EQ(report.value("mode", ""), "attach");
+    return GeneratedOf(report);
+  }
+
+  // A consumer goes on from context `id` and publishes what came of it, another one from that; so does the producer.
+  void ExpectTwoHops(Agent& producer, const std::string& id, Reader reader) {
+    reader.publish_as = "second";
+    const Generated first = Finish(*StartConsumer(id, reader));
+    EXPECT_EQ(first, GoOn(producer));
+    ASSERT_EQ(first.tokens.size(), static_cast<size_t>(kTokens));
+    const Token last = first.tokens.back();
+    ASSERT_TRUE(producer.sequence().Forward({&last, 1}));  // published with the context
+    PublishNow(producer, "own");
+    reader.publish_as.clear();
+    EXPECT_EQ(Finish(*StartConsumer("second", reader)), GoOn(producer));
   }
 
   TemporaryFolder dir_;
@@ -219,12 +263,7 @@ TEST_F(HandoffExact, OfAGroupedPrompt) {
     auto producer = NewAgent(kv);
     const std::string id = Produce(*producer, SourceTokens(5, 700), "grouped");
     ASSERT_EQ(producer->sequence().groups().size(), 640);
-    const Generated first = Finish(*StartConsumer(id, kv.codecs.pair, "second"));
-    EXPECT_EQ(first, GoOn(*producer));
-    const Token last = first.tokens.back();
-    ASSERT_TRUE(producer->sequence().Forward({&last, 1}));  // published with the context
-    PublishNow(*producer, "own");
-    EXPECT_EQ(Finish(*StartConsumer("second", kv.codecs.pair)), GoOn(*producer));
+    ExpectTwoHops(*producer, id, {.kv = ToString(kv.codecs.pair)});
   }
 }
 
@@ -272,6 +311,126 @@ TEST_F(HandoffExact, TheProducerIsKilledRightAfterPublishing) {
   ASSERT_TRUE(tokens);
   Produce(*twin, *tokens, "twin");
   EXPECT_EQ(theirs, GoOn(*twin));
+}
+
+// --- pages that take more than the model to be read -----------------------------------------------------------------
+
+// The model in a folder of the test's own, by a link: what it needs besides is looked for, and put, there.
+class ModelFolder {
+ public:
+  ModelFolder() { std::filesystem::create_symlink(std::filesystem::absolute(TestModelPath()), model()); }
+  std::string model() const { return dir_.path() + "/model.gguf"; }
+  std::string file(const char* ending) const {
+    return dir_.path() + "/" + TestModel()->identity().weights_digest() + ending;
+  }
+
+ private:
+  TemporaryFolder dir_;
+};
+
+class HandoffExactBeside : public HandoffExact {
+ protected:
+  static std::shared_ptr<const Calibration> Calibrated(size_t first_token, const ModelFolder& folder) {
+    constexpr int kLeast = 300;
+    auto calibration = Calibrate(TestModel(), SourceTokens(first_token, kLeast), kLeast, 2);
+    EXPECT_TRUE(calibration) << calibration.error().message;
+    EXPECT_TRUE(calibration->Write(*TestModel(), folder.file(".qkvbal")));
+    return std::make_shared<const Calibration>(*std::move(calibration));
+  }
+  static std::shared_ptr<const PqCodebooks> Written(PqCodebooks codebooks, const ModelFolder& folder) {
+    EXPECT_TRUE(WriteCodebooks(codebooks, folder.file(".qkvpq")));
+    return std::make_shared<const PqCodebooks>(std::move(codebooks));
+  }
+  static PqShape Shape() {
+    const Geometry geometry = TestModel()->geometry();
+    return {geometry.n_layers, geometry.n_kv_heads, geometry.head_dim};
+  }
+
+  // `reader` reads the context as text and says why: the only field of the model's identity that differs. Its answer is
+  // that of an agent with `options` that has never heard of a context.
+  void ExpectText(const std::string& id, Reader reader, const SequenceOptions& options, const char* field) {
+    SCOPED_TRACE(reader.kv + (reader.balanced ? ", balanced" : ""));
+    reader.on_miss = "text";
+    const Json report = Report(*StartConsumer(id, reader));
+    EXPECT_EQ(report.value("mode", ""), "text");
+    EXPECT_EQ(report.value("reason", ""), "model_mismatch");
+    std::vector<std::string> fields;
+    for (const Json& step : report.value("steps_down", Json::array())) {
+      for (const Json& mismatch : step["mismatches"]) fields.push_back(mismatch["field"]);
+    }
+    EXPECT_EQ(fields, std::vector<std::string>{field});
+    EXPECT_EQ(GeneratedOf(report), GoOn(*NewAgent(options), tokens_));
+  }
+
+  const std::vector<Token> tokens_ = SourceTokens(40, 333);
+};
+
+TEST_F(HandoffExactBeside, InCodebooks) {
+  const ModelFolder folder, others;
+  SequenceOptions options = OptionsOf(*ParseKvChoice("pq4"));
+  options.codebooks = Written(test::TestCodebooks(Shape(), TestModel()->weights_digest()), folder);
+  auto producer = NewAgent(options);
+  const std::string id = Produce(*producer, tokens_, "context");
+  ExpectTwoHops(*producer, id, {.kv = "pq4", .model = folder.model()});
+
+  std::mt19937 random(3);
+  std::vector<int8_t> centroids(2 * Shape().n_heads() * PqCodebooks::kSideBytes);
+  for (int8_t& centroid : centroids) centroid = static_cast<int8_t>(static_cast<int>(random() % 161) - 80);
+  options.codebooks = Written(*PqCodebooks::Make(Shape(), TestModel()->weights_digest(), centroids), others);
+  ExpectText(id, {.kv = "pq4", .model = others.model()}, options, "codebooks_digest");
+  ExpectText(id, {.kv = "i8"}, OptionsOf(*ParseKvChoice("i8")), "codebooks_digest");
+}
+
+TEST_F(HandoffExactBeside, InCodecsByLayer) {
+  const ModelFolder folder;
+  const Geometry geometry = TestModel()->geometry();
+  LayerSensitivity sensitivity;
+  for (int layer = 0; layer < geometry.n_layers; ++layer) {
+    sensitivity.k.layer.push_back(1 + layer % 5);
+    sensitivity.v.layer.push_back(0.3 + layer % 3);
+  }
+  sensitivity.k.widths = sensitivity.v.widths = {0.9, 0.3, 0.1, 0.03, 0.01, 0.003};
+  const std::string json = ToJson(sensitivity, TestModel()->identity().weights_digest());
+  ASSERT_TRUE(WriteWholeFile(folder.file(".qkvlayers"), {std::as_bytes(std::span(json))}));
+  const auto table = LayersWithinBits(sensitivity, geometry, 5);
+  ASSERT_TRUE(table) << table.error().message;
+  ASSERT_NE((*table)->at(0).codecs, (*table)->at(4).codecs);
+
+  auto producer = NewAgent(KvChoice(PageCodecs(kLayersPair, *table)));
+  const std::string id = Produce(*producer, tokens_, "context");
+  // Who writes other pages needs nothing beside the model: the table is in the segment.
+  auto twin = NewAgent(*ParseKvChoice("i8"));
+  const auto context = FetchContext(*client_, id);
+  ASSERT_TRUE(context) << context.error().message;
+  ASSERT_TRUE(twin->sequence().Attach(*context));
+  EXPECT_EQ(Finish(*StartConsumer(id, Reader{.kv = "i8"})), GoOn(*twin));
+  ExpectTwoHops(*producer, id, {.kv = "layers:5", .model = folder.model()});
+}
+
+TEST_F(HandoffExactBeside, InBalancedKeys) {
+  const ModelFolder folder, others;
+  SequenceOptions options = OptionsOf(*ParseKvChoice("4")), plain = options;
+  options.calibration = Calibrated(0, folder);
+  auto producer = NewAgent(options);
+  const std::string id = Produce(*producer, tokens_, "context");
+  ExpectTwoHops(*producer, id, {.kv = "4", .model = folder.model(), .balanced = true});
+
+  ExpectText(id, {.kv = "4", .model = folder.model()}, plain, "calibration_digest");
+  options.calibration = Calibrated(1000, others);
+  ExpectText(id, {.kv = "4", .model = others.model(), .balanced = true}, options, "calibration_digest");
+}
+
+TEST_F(HandoffExactBeside, InBalancedKeysOfTwoBands) {
+  const ModelFolder folder;
+  SequenceOptions options = OptionsOf(*ParseKvChoice("k=5/3,v=4"));
+  options.calibration = Calibrated(0, folder);
+  auto producer = NewAgent(options);
+  const std::string id = Produce(*producer, tokens_, "context");
+  ExpectTwoHops(*producer, id, {.kv = "k=5/3,v=4", .model = folder.model(), .balanced = true});
+
+  // The matrices of two bands are others, by the same calibration.
+  options.kv = ParseKvChoice("4")->codecs;
+  ExpectText(id, {.kv = "4", .model = folder.model(), .balanced = true}, options, "calibration_digest");
 }
 
 }  // namespace
