@@ -27,7 +27,7 @@
 #include "qkv/engine/agent.h"
 #include "qkv/engine/quality_gate.h"
 #include "tests/process.h"
-#include "tests/tiny_model.h"
+#include "tests/tiny_model_fixture.h"
 
 namespace qkv::testing {
 namespace {
@@ -115,7 +115,7 @@ struct Expected {
   bool own_text = false;                // the caller must bring the text: the card's token ids mean nothing here
 };
 
-class Ladder : public ::testing::Test {
+class Ladder : public TinyModelTest {
  protected:
   void SetUp() override {
     model_ = Load({});
@@ -131,13 +131,6 @@ class Ladder : public ::testing::Test {
     client_ = Connect(options.socket_path);
   }
 
-  std::shared_ptr<const Model> Load(const TinyModel& tiny) {
-    const std::string path = fmt::format("{}/model-{}.gguf", dir_.path(), ++n_models_);
-    testing::WriteTinyModel(tiny, path);
-    auto model = Model::Load(path);
-    EXPECT_TRUE(model) << model.error().message;
-    return model ? *model : nullptr;
-  }
   static std::unique_ptr<BrokerClient> Connect(const std::string& path) {
     auto client = BrokerClient::Connect(path);
     EXPECT_TRUE(client) << client.error().message;
@@ -297,8 +290,6 @@ class Ladder : public ::testing::Test {
     ASSERT_TRUE(published) << published.error().message;
   }
 
-  TemporaryFolder dir_;
-  int n_models_ = 0;
   uint32_t n_leases_ = 0;  // that the test itself holds
   std::shared_ptr<const Model> model_;
   Agent::Admit admit_;  // of agents made from here on

@@ -11,13 +11,11 @@
 #include <iterator>
 #include <random>
 
-#include "qkv/base/test_support.h"
-#include "tests/tiny_model.h"
+#include "tests/tiny_model_fixture.h"
 
 namespace qkv {
 namespace {
 
-using ::qkv::test::TemporaryFolder;
 using ::qkv::testing::TinyModel;
 using ::testing::HasSubstr;
 
@@ -179,27 +177,12 @@ TEST(Calibration, TooFewTokensMakeNoCovariance) {
   EXPECT_THAT(calibration.error().message, HasSubstr("99 tokens are too few"));
 }
 
-class CalibrationFile : public ::testing::Test {
+class CalibrationFile : public testing::TinyModelTest {
  protected:
-  std::shared_ptr<const Model> Load(const TinyModel& tiny) {
-    const std::string path = fmt::format("{}/model-{}.gguf", dir_.path(), ++n_models_);
-    testing::WriteTinyModel(tiny, path);
-    auto model = Model::Load(path);
-    EXPECT_TRUE(model) << model.error().message;
-    return model ? *model : nullptr;
-  }
-  static std::vector<Token> SomeTokens(int n) {
-    std::vector<Token> tokens;
-    for (int i = 0; i < n; ++i) tokens.push_back(3 + (i * 37 + i / 7) % 256);
-    return tokens;
-  }
   static std::string Bytes(const std::string& path) {
     std::ifstream in(path, std::ios::binary);
     return {std::istreambuf_iterator<char>(in), {}};
   }
-
-  TemporaryFolder dir_;
-  int n_models_ = 0;
 };
 
 TEST_F(CalibrationFile, IsReadAsItWasWrittenByItsModelOnly) {

@@ -9,30 +9,16 @@
 #include <fstream>
 #include <iterator>
 
-#include "qkv/base/test_support.h"
-#include "tests/tiny_model.h"
+#include "tests/tiny_model_fixture.h"
 
 namespace qkv {
 namespace {
 
-using ::qkv::test::TemporaryFolder;
 using ::qkv::testing::TinyModel;
 using ::testing::HasSubstr;
 
-class Codebooks : public ::testing::Test {
+class Codebooks : public testing::TinyModelTest {
  protected:
-  std::shared_ptr<const Model> Load(const TinyModel& tiny) {
-    const std::string path = fmt::format("{}/model-{}.gguf", dir_.path(), ++n_models_);
-    testing::WriteTinyModel(tiny, path);
-    auto model = Model::Load(path);
-    EXPECT_TRUE(model) << model.error().message;
-    return model ? *model : nullptr;
-  }
-  static std::vector<Token> SomeTokens(int n) {
-    std::vector<Token> tokens;
-    for (int i = 0; i < n; ++i) tokens.push_back(3 + (i * 37 + i / 7) % 256);
-    return tokens;
-  }
   static std::shared_ptr<const PqCodebooks> Learn(const std::shared_ptr<const Model>& model, int n = 600) {
     auto learned = LearnCodebooks(model, SomeTokens(n), 200, 1);
     EXPECT_TRUE(learned) << learned.error().message;
@@ -50,9 +36,6 @@ class Codebooks : public ::testing::Test {
     options.codebooks = std::move(codebooks);
     return Sequence::Create(model, options);
   }
-
-  TemporaryFolder dir_;
-  int n_models_ = 0;
 };
 
 TEST_F(Codebooks, AreReadAsTheyWereWrittenByTheirModelOnly) {

@@ -21,58 +21,21 @@
 namespace qkv {
 namespace {
 
+using testing::Checksums;
 using ::testing::HasSubstr;
+using testing::Logits;
+using testing::NewSequence;
+using testing::PublishedBy;
+using testing::Read;
 using testing::SourceTokens;
 using testing::TestModel;
 using testing::TestModelPath;
-
-std::unique_ptr<Sequence> NewSequence(const std::string& kv, SequenceOptions options = {},
-                                      std::shared_ptr<const Model> model = TestModel()) {
-  const auto choice = ParseKvChoice(kv);
-  EXPECT_TRUE(choice) << choice.error().message;
-  options.n_ctx = 2048;
-  options.kv = choice->codecs;
-  options.groups = choice->groups;
-  auto sequence = Sequence::Create(std::move(model), options);
-  EXPECT_TRUE(sequence) << sequence.error().message;
-  return *std::move(sequence);
-}
-
-void Read(Sequence& sequence, std::span<const Token> tokens) {
-  const Status status = sequence.Forward(tokens);
-  ASSERT_TRUE(status) << status.error().message;
-}
-
-std::vector<float> Logits(const Sequence& sequence) {
-  return {sequence.logits().begin(), sequence.logits().end()};
-}
-
-// As a broker would hand it on: the card through its bytes.
-Context PublishedBy(Sequence& sequence) {
-  auto context = sequence.Publish({});
-  EXPECT_TRUE(context) << context.error().message;
-  if (!context) return {};
-  auto card = ParseCard(SerializeCard(context->card));
-  EXPECT_TRUE(card) << card.error().message;
-  if (card) context->card = *std::move(card);
-  return *std::move(context);
-}
 
 std::unique_ptr<Sequence> AttachedTo(const Context& context, const std::string& kv) {
   auto sequence = NewSequence(kv);
   const Status attached = sequence->Attach(context);
   EXPECT_TRUE(attached) << attached.error().message;
   return sequence;
-}
-
-std::vector<uint64_t> Checksums(const Context& context) {
-  std::vector<uint64_t> sums;
-  for (const auto& span : context.card.spans()) {
-    for (uint32_t i = 0; i < span.n_pages(); ++i) {
-      sums.push_back(context.segments[span.segment()]->pages()[span.first_page() + i].checksum);
-    }
-  }
-  return sums;
 }
 
 TEST(Grouped, AConsumerGoesOnBitForBitAsTheProducerDoes) {

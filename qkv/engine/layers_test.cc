@@ -26,7 +26,11 @@
 namespace qkv {
 namespace {
 
+using testing::Checksums;
 using ::testing::HasSubstr;
+using testing::Logits;
+using testing::PublishedBy;
+using testing::Read;
 using testing::SourceTokens;
 using testing::TestModel;
 
@@ -181,28 +185,6 @@ std::unique_ptr<Sequence> NewSequence(const PageCodecs& kv) {
   auto sequence = Sequence::Create(TestModel(), options);
   EXPECT_TRUE(sequence) << sequence.error().message;
   return *std::move(sequence);
-}
-
-void Read(Sequence& sequence, std::span<const Token> tokens) {
-  const Status status = sequence.Forward(tokens);
-  ASSERT_TRUE(status) << status.error().message;
-}
-std::vector<float> Logits(const Sequence& sequence) {
-  return {sequence.logits().begin(), sequence.logits().end()};
-}
-Context PublishedBy(Sequence& sequence) {
-  auto context = sequence.Publish({});
-  EXPECT_TRUE(context) << context.error().message;
-  return context ? *std::move(context) : Context();
-}
-std::vector<uint64_t> Checksums(const Context& context) {
-  std::vector<uint64_t> sums;
-  for (const auto& span : context.card.spans()) {
-    for (uint32_t i = 0; i < span.n_pages(); ++i) {
-      sums.push_back(context.segments[span.segment()]->pages()[span.first_page() + i].checksum);
-    }
-  }
-  return sums;
 }
 
 TEST(Layers, AConsumerGoesOnBitForBitAsTheProducerDoes) {

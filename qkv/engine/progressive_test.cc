@@ -19,7 +19,12 @@
 namespace qkv {
 namespace {
 
+using testing::Checksums;
 using ::testing::HasSubstr;
+using testing::Logits;
+using testing::NewSequence;
+using testing::PublishedBy;
+using testing::Read;
 using testing::SourceTokens;
 using testing::TestModel;
 using testing::TestModelPath;
@@ -30,48 +35,10 @@ CodecPair Pair(const std::string& text) {
   return *pair;
 }
 
-std::unique_ptr<Sequence> NewSequence(const std::string& kv, SequenceOptions options = {},
-                                      std::shared_ptr<const Model> model = TestModel()) {
-  options.n_ctx = 2048;
-  options.kv = Pair(kv);
-  auto sequence = Sequence::Create(std::move(model), options);
-  EXPECT_TRUE(sequence) << sequence.error().message;
-  return *std::move(sequence);
-}
-
-void Read(Sequence& sequence, std::span<const Token> tokens) {
-  const Status status = sequence.Forward(tokens);
-  ASSERT_TRUE(status) << status.error().message;
-}
-
-std::vector<float> Logits(const Sequence& sequence) {
-  return {sequence.logits().begin(), sequence.logits().end()};
-}
-
-Context PublishedBy(Sequence& sequence) {
-  auto context = sequence.Publish({});
-  EXPECT_TRUE(context) << context.error().message;
-  return context ? *std::move(context) : Context();
-}
-
 Context PublishedF16(std::span<const Token> tokens) {
   auto sequence = NewSequence("f16");
   Read(*sequence, tokens);
   return PublishedBy(*sequence);
-}
-
-// What its pages hold, wherever they are.
-std::vector<uint64_t> Checksums(const Context& context) {
-  std::vector<uint64_t> sums;
-  for (const auto& span : context.card.spans()) {
-    for (uint32_t i = 0; i < span.n_pages(); ++i) {
-      sums.push_back(context.segments[span.segment()]->pages()[span.first_page() + i].checksum);
-      if (span.refinement_segment() == 0) continue;
-      const auto& refinement = context.segments[span.refinement_segment() - 1];
-      sums.push_back(refinement->pages()[span.refinement_first_page() + i].checksum);
-    }
-  }
-  return sums;
 }
 
 // Mean KL of logits [rows][n_vocab].

@@ -10,14 +10,12 @@
 #include <fstream>
 #include <iterator>
 
-#include "qkv/base/test_support.h"
 #include "qkv/engine/calibration.h"
-#include "tests/tiny_model.h"
+#include "tests/tiny_model_fixture.h"
 
 namespace qkv {
 namespace {
 
-using ::qkv::test::TemporaryFolder;
 using ::qkv::testing::TinyModel;
 
 KvChoice Choice(std::string_view text) {
@@ -71,15 +69,8 @@ TEST(QualityBounds, TheNoiseOfTheWeightsIsNotHeldAgainstACodec) {
   EXPECT_TRUE(verdict.Within());
 }
 
-class Gate : public ::testing::Test {
+class Gate : public testing::TinyModelTest {
  protected:
-  std::shared_ptr<const Model> Load(const TinyModel& tiny) {
-    const std::string path = fmt::format("{}/model-{}.gguf", dir_.path(), ++n_models_);
-    testing::WriteTinyModel(tiny, path);
-    auto model = Model::Load(path);
-    EXPECT_TRUE(model) << model.error().message;
-    return model ? *model : nullptr;
-  }
   QualityGate NewGate(std::shared_ptr<const Model> model) {
     return QualityGate(std::move(model), {.directory = dir_.path() + "/quality", .n_threads = 1});
   }
@@ -88,9 +79,6 @@ class Gate : public ::testing::Test {
     EXPECT_TRUE(verdict) << verdict.error().message;
     return verdict ? *verdict : QualityVerdict{};
   }
-
-  TemporaryFolder dir_;
-  int n_models_ = 0;
 };
 
 TEST_F(Gate, AHealthyModelKeepsWhatItWasAskedFor) {

@@ -16,6 +16,9 @@
 namespace qkv {
 namespace {
 
+using testing::Logits;
+using testing::PublishedBy;
+using testing::Read;
 using testing::SourceTokens;
 using testing::TestModel;
 using testing::TestModelPath;
@@ -34,11 +37,6 @@ std::unique_ptr<Sequence> NewSequence(CodecPair kv, int n_ctx = 2048, int n_thre
   return *std::move(sequence);
 }
 
-void Read(Sequence& sequence, std::span<const Token> tokens) {
-  const Status status = sequence.Forward(tokens);
-  ASSERT_TRUE(status) << status.error().message;
-}
-
 Token Best(std::span<const float> logits) {
   return static_cast<Token>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
@@ -50,16 +48,6 @@ std::vector<Token> Greedy(Sequence& sequence, int n) {
     Read(sequence, {&out.back(), 1});
   }
   return out;
-}
-
-std::vector<float> Copy(std::span<const float> logits) {
-  return {logits.begin(), logits.end()};
-}
-
-Context PublishedBy(Sequence& sequence) {
-  auto context = sequence.Publish({});
-  EXPECT_TRUE(context) << context.error().message;
-  return *std::move(context);
 }
 
 // The oracle is libllama on the same GGUF, with weights in fp32 (written by libllama itself from the shipped model). With
@@ -126,7 +114,8 @@ TEST(Oracle, DiffersFromLibllamaNoMoreThanLibllamaFromItselfOnQuantizedWeights) 
   for (const bool flash : {false, true}) {
     ASSERT_TRUE((*peer)->Reset({.n_ctx = 1024, .n_threads = 2, .n_batch = 512, .flash_attention = flash}));
     ASSERT_TRUE((*peer)->Forward(prompt, true));
-    (flash ? with : without) = Copy((*peer)->all_logits());
+    const auto logits = (*peer)->all_logits();
+    (flash ? with : without).assign(logits.begin(), logits.end());
   }
   auto sequence = NewSequence(kF16);
   sequence->KeepAllLogits(true);
@@ -144,9 +133,9 @@ TEST(Sequence, ConsumerGoesOnBitForBitAsTheProducerDoes) {
     EXPECT_EQ(consumer->tokens(), producer->tokens());
     Read(*producer, {});
     Read(*consumer, {});
-    EXPECT_EQ(Copy(consumer->logits()), Copy(producer->logits())) << n << " tokens";
+    EXPECT_EQ(Logits(*consumer), Logits(*producer)) << n << " tokens";
     EXPECT_EQ(Greedy(*consumer, 40), Greedy(*producer, 40)) << n << " tokens";
-    EXPECT_EQ(Copy(consumer->logits()), Copy(producer->logits())) << n << " tokens";
+    EXPECT_EQ(Logits(*consumer), Logits(*producer)) << n << " tokens";
     EXPECT_EQ(consumer->stats().tokens_reused, static_cast<int64_t>(n) - 1);
     EXPECT_EQ(consumer->stats().tokens_recomputed, 1 + 40);
   }
@@ -158,9 +147,9 @@ TEST(Sequence, ResultsDoNotDependOnTheNumberOfThreads) {
   auto two = NewSequence(kI8, 2048, 2);
   Read(*one, prompt);
   Read(*two, prompt);
-  EXPECT_EQ(Copy(one->logits()), Copy(two->logits()));
+  EXPECT_EQ(Logits(*one), Logits(*two));
   EXPECT_EQ(Greedy(*one, 48), Greedy(*two, 48));
-  EXPECT_EQ(Copy(one->logits()), Copy(two->logits()));
+  EXPECT_EQ(Logits(*one), Logits(*two));
 }
 
 TEST(Sequence, PackedWeightsOfAnotherProcessGiveTheSameBits) {
@@ -186,7 +175,7 @@ TEST(Sequence, PackedWeightsOfAnotherProcessGiveTheSameBits) {
     auto sequence = Sequence::Create(*model, options);
     ASSERT_TRUE(sequence) << sequence.error().message;
     Read(**sequence, prompt);
-    EXPECT_EQ(Copy((*sequence)->logits()), Copy(original->logits()));
+    EXPECT_EQ(Logits(**sequence), Logits(*original));
   }
 }
 
@@ -200,7 +189,7 @@ TEST(Sequence, F16PagesChangeNothing) {
   Read(*published, prompt);
   PublishedBy(*published);
   EXPECT_EQ(Greedy(*plain, 40), Greedy(*published, 40));
-  EXPECT_EQ(Copy(plain->logits()), Copy(published->logits()));
+  EXPECT_EQ(Logits(*plain), Logits(*published));
 }
 
 TEST(Sequence, ForksShareTheParentsPagesAndDoNotDisturbEachOther) {
@@ -214,8 +203,8 @@ TEST(Sequence, ForksShareTheParentsPagesAndDoNotDisturbEachOther) {
   Read(*left, SourceTokens(500, 40));
   Read(*right, SourceTokens(900, 40));
   Read(*parent, SourceTokens(500, 40));
-  EXPECT_EQ(Copy(left->logits()), Copy(parent->logits()));
-  EXPECT_NE(Copy(left->logits()), Copy(right->logits()));
+  EXPECT_EQ(Logits(*left), Logits(*parent));
+  EXPECT_NE(Logits(*left), Logits(*right));
   EXPECT_EQ(left->stats().own_kv_bytes, 0u);  // 40 tokens: one page submitted, none settled yet
   EXPECT_GT(left->stats().shared_kv_bytes, 0u);
 
@@ -231,11 +220,11 @@ TEST(Sequence, TruncatingAndReadingAgainGivesTheSameAnswer) {
   Read(*sequence, prompt);
   const Context context = PublishedBy(*sequence);
   Read(*sequence, SourceTokens(400, 10));
-  const std::vector<float> first = Copy(sequence->logits());
+  const std::vector<float> first = Logits(*sequence);
   Read(*sequence, SourceTokens(800, 70));
   ASSERT_TRUE(sequence->Truncate(150));
   Read(*sequence, SourceTokens(400, 10));
-  EXPECT_EQ(Copy(sequence->logits()), first);
+  EXPECT_EQ(Logits(*sequence), first);
   EXPECT_EQ(sequence->tokens().size(), 160u);
 }
 
@@ -251,13 +240,13 @@ TEST(Sequence, PublishesAgainWithoutNewPages) {
 TEST(Sequence, RefusesMoreTokensThanTheContextHoldsAndNamesBothNumbers) {
   auto sequence = NewSequence(kI8, 64);
   Read(*sequence, SourceTokens(0, 60));
-  const std::vector<float> before = Copy(sequence->logits());
+  const std::vector<float> before = Logits(*sequence);
   const Status status = sequence->Forward(SourceTokens(0, 5));
   ASSERT_FALSE(status);
   EXPECT_EQ(status.error().reason, Reason::kTooLong);
   EXPECT_THAT(status.error().message, ::testing::AllOf(::testing::HasSubstr("60"), ::testing::HasSubstr("64")));
   EXPECT_EQ(sequence->tokens().size(), 60u);
-  EXPECT_EQ(Copy(sequence->logits()), before);
+  EXPECT_EQ(Logits(*sequence), before);
 }
 
 TEST(Sequence, RefusesTokensOutsideTheVocabulary) {
@@ -312,7 +301,7 @@ TEST(Sequence, ATailOverItsBudgetIsEncodedEarlyAndStaysRight) {
   Read(*roomy, SourceTokens(0, 600));
   EXPECT_GT((*tight)->stats().own_kv_bytes, 0u);
   EXPECT_EQ(roomy->stats().own_kv_bytes, 0u);
-  EXPECT_EQ(Copy((*tight)->logits()), Copy(roomy->logits()));  // f16 pages hold the same values
+  EXPECT_EQ(Logits(**tight), Logits(*roomy));  // f16 pages hold the same values
 }
 
 }  // namespace

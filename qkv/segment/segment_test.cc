@@ -120,6 +120,20 @@ struct Damage {
   Reason reason;
 };
 
+// Each in a copy of two valid pages, under a forged checksum.
+void ExpectRefused(std::span<const Damage> damages, const Bytes& valid) {
+  for (const Damage& damage : damages) {
+    Bytes bytes = valid;
+    damage.apply(bytes);
+    FixHeaderChecksum(bytes, 2);
+    const auto opened = OpenSealed(bytes);
+    ASSERT_FALSE(opened) << damage.what;
+    EXPECT_THAT(opened.error().message, HasSubstr(damage.what));
+    EXPECT_EQ(opened.error().code, damage.code) << opened.error().message;
+    EXPECT_EQ(opened.error().reason, damage.reason) << opened.error().message;
+  }
+}
+
 TEST(Segment, RefusesEveryFieldThatDoesNotFitAndSaysWhy) {
   const Damage damages[] = {
       {"QKVSEG01", [](Bytes& b) { HeaderIn(b).magic[7] = '2'; }, Code::kCorrupt, Reason::kChecksum},
@@ -176,16 +190,7 @@ TEST(Segment, RefusesEveryFieldThatDoesNotFitAndSaysWhy) {
       {"page 1 is at 4096", [](Bytes& b) { std::swap(EntryIn(b, 0).offset, EntryIn(b, 1).offset); }, Code::kCorrupt,
        Reason::kChecksum},
   };
-  for (const Damage& damage : damages) {
-    Bytes bytes = SmallSegmentBytes();
-    damage.apply(bytes);
-    FixHeaderChecksum(bytes, 2);
-    const auto opened = OpenSealed(bytes);
-    ASSERT_FALSE(opened) << damage.what;
-    EXPECT_THAT(opened.error().message, HasSubstr(damage.what));
-    EXPECT_EQ(opened.error().code, damage.code) << opened.error().message;
-    EXPECT_EQ(opened.error().reason, damage.reason) << opened.error().message;
-  }
+  ExpectRefused(damages, SmallSegmentBytes());
 }
 
 // ---- constants ----
@@ -252,16 +257,7 @@ TEST(Segment, RefusesConstantsThatDoNotFitThePages) {
       {"18446744073709551615 bytes of constants", [](Bytes& b) { HeaderIn(b).constants_bytes = ~uint64_t{0}; },
        Code::kCorrupt, Reason::kChecksum},
   };
-  for (const Damage& damage : damages) {
-    Bytes bytes = RotatedSegmentBytes();
-    damage.apply(bytes);
-    FixHeaderChecksum(bytes, 2);
-    const auto opened = OpenSealed(bytes);
-    ASSERT_FALSE(opened) << damage.what;
-    EXPECT_THAT(opened.error().message, HasSubstr(damage.what));
-    EXPECT_EQ(opened.error().code, damage.code) << opened.error().message;
-    EXPECT_EQ(opened.error().reason, damage.reason) << opened.error().message;
-  }
+  ExpectRefused(damages, RotatedSegmentBytes());
 }
 
 TEST(Segment, EveryBitFlipInARotatedHeadUnderAForgedChecksumIsRefusedOrHarmless) {
@@ -390,16 +386,7 @@ TEST(Segment, RefusesLayersCodecsThatDoNotFit) {
        Reason::kCodecUnsupported},
       {"reserved bytes", [](Bytes& b) { HeaderIn(b).reserved[0] = 1; }, Code::kIncompatible, Reason::kVersion},
   };
-  for (const Damage& damage : damages) {
-    Bytes bytes = LayeredSegmentBytes();
-    damage.apply(bytes);
-    FixHeaderChecksum(bytes, 2);
-    const auto opened = OpenSealed(bytes);
-    ASSERT_FALSE(opened) << damage.what;
-    EXPECT_THAT(opened.error().message, HasSubstr(damage.what));
-    EXPECT_EQ(opened.error().code, damage.code) << opened.error().message;
-    EXPECT_EQ(opened.error().reason, damage.reason) << opened.error().message;
-  }
+  ExpectRefused(damages, LayeredSegmentBytes());
 }
 
 TEST(Segment, TheDigestFollowsTheConstants) {
