@@ -363,5 +363,36 @@ TEST_F(EvalProgram, TwoBandsAreMeasuredBehindACalibration) {
   EXPECT_THAT(plain.errors, HasSubstr("keys in codec 5/3 need --bal"));
 }
 
+TEST_F(EvalProgram, AFlowTakesTheCalibrationBesideItsModel) {
+  testing::WriteTinyModel({.chat_template = "<|im_start|>{{ messages }}"}, model_);
+  const std::string flow = dir_.path() + "/flow.yaml", report = dir_.path() + "/report.json";
+  std::ofstream(flow) << "n_ctx: 512\nkv: 'k=5/3,v=4'\nagents:\n  - {name: a, prompt: one, max_tokens: 3}\n"
+                         "  - {name: b, inherits: a, prompt: two, max_tokens: 3}\n"
+                         "  - {name: c, reads: a, prompt: three, max_tokens: 3}\n";
+  const auto run = [&](std::vector<std::string> more) {
+    std::vector<std::string> args = {"run", flow, "-m", model_, "-q", "--json", report, "-t", "1"};
+    args.insert(args.end(), more.begin(), more.end());
+    return Run(std::move(args));
+  };
+  const auto refused = [&](std::vector<std::string> more, const char* why) {
+    const Ran ran = run(std::move(more));
+    EXPECT_EQ(ran.status, 2);
+    EXPECT_THAT(ran.errors, HasSubstr(why));
+  };
+  refused({}, "flow.yaml: kv: keys in codec 5/3 need --bal, or 'bal: true' in the flow");
+  refused({"--kv", "k=5/3,v=8"}, "--kv: keys in codec 5/3 need --bal");
+  refused({"--bal", "--quality-gate", "warn"}, "there is no calibration for this model");
+  refused({"--bal", "--quality-gate", "off"}, "make one with: qkvshare calibrate");
+  ASSERT_EQ(Run({"calibrate", "-m", model_, "--text", text_, "-t", "1"}).status, 0);
+  const Ran done = run({"--bal", "--quality-gate", "off"});
+  ASSERT_EQ(done.status, 0) << done.errors;
+  const Json mode = Json::parse(std::ifstream(report), nullptr, false)["modes"][0];
+  EXPECT_EQ(mode["kv"], "bal:k=5/3,v=4");
+  EXPECT_EQ(mode["hops"][1]["handoff"], "attach");
+  EXPECT_EQ(mode["hops"][2]["handoff"], "text");
+  EXPECT_EQ(mode["hops"][2]["reason"], "codec_unsupported") << "such keys stay where they are";
+  EXPECT_EQ(run({"--kv", "i8", "--quality-gate", "off"}).status, 0) << "in place of the flow's, which would need it";
+}
+
 }  // namespace
 }  // namespace qkv::cli

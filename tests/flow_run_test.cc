@@ -17,11 +17,13 @@
 #include <thread>
 
 #include "qkv/broker/server.h"
+#include "qkv/engine/calibration.h"
 #include "qkv/engine/test_support.h"
 #include "qkv/flow/agent_process.h"
 #include "qkv/flow/agent_protocol.h"
 #include "qkv/flow/runner.h"
 #include "tests/process.h"
+#include "tests/tiny_model.h"
 
 namespace qkv::testing {
 namespace {
@@ -73,11 +75,12 @@ Outputs OutputsOf(const ModeResult& result) {
 // the others attach.
 class OneProcess {
  public:
-  OneProcess() {
-    BrokerOptions options;
-    options.socket_path = dir_.path() + "/broker.sock";
-    server_ = *BrokerServer::Start(options);
-    client_ = *BrokerClient::Connect(options.socket_path);
+  explicit OneProcess(std::shared_ptr<const Model> model = TestModel(), SequenceOptions options = {.kv = kI8})
+      : model_(std::move(model)), options_(std::move(options)) {
+    BrokerOptions broker;
+    broker.socket_path = dir_.path() + "/broker.sock";
+    server_ = *BrokerServer::Start(broker);
+    client_ = *BrokerClient::Connect(broker.socket_path);
   }
 
   Outputs Run(const Flow& flow) {
@@ -97,11 +100,8 @@ class OneProcess {
       if (last_reader == i) {
         agent = std::move(agents[parent]);
       } else {
-        SequenceOptions options;
-        options.n_ctx = flow.n_ctx;
-        options.n_threads = 2;
-        options.kv = kI8;
-        agent = std::make_unique<Agent>(TestModel(), *Sequence::Create(TestModel(), options), client_.get());
+        options_.n_ctx = flow.n_ctx;
+        agent = std::make_unique<Agent>(model_, *Sequence::Create(model_, options_), client_.get());
         if (parent >= 0) request.inherits = contexts[parent];
       }
       request.system = *flow.SystemOf(flow.agents[i], said);
@@ -123,6 +123,8 @@ class OneProcess {
   }
 
  private:
+  const std::shared_ptr<const Model> model_;
+  SequenceOptions options_;
   TemporaryFolder dir_;
   std::unique_ptr<BrokerServer> server_;
   std::unique_ptr<BrokerClient> client_;
@@ -155,6 +157,41 @@ TEST(FlowExact, ATreeOfSixteenIsWhatOneProcessGives) {
   ASSERT_TRUE(result) << result.error().message;
   ASSERT_TRUE(result->ok());
   EXPECT_EQ(OutputsOf(*result), OneProcess().Run(flow));
+}
+
+// On a tiny model, whose calibration lies beside it. Who goes on in its producer's worker, who elsewhere, and who may not.
+TEST(FlowExact, BalancedKeysOfTwoBandsAreHandedOver) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path() + "/tiny.gguf";
+  WriteTinyModel({.chat_template = "<|im_start|>{{ messages }}"}, path);
+  const auto model = *Model::Load(path);
+  std::string yaml =
+      "n_ctx: 1024\nthreads: 2\nbal: true\nagents:\n" + AgentYaml(0, -1) + AgentYaml(1, 0) + AgentYaml(2, 0);
+  Flow flow = FlowOf(yaml);
+  flow.model = path;
+  RunOptions run = OptionsFor();
+  run.kv = *ParseKvChoice("k=5/3,v=4");
+  const auto without = RunFlow(flow, run);
+  ASSERT_TRUE(without) << without.error().message;
+  EXPECT_FALSE(without->failures.empty());
+  for (const AgentFailure& failure : without->failures) {  // of whomever a worker was started for
+    EXPECT_THAT(failure.error.message, HasSubstr("make one with: qkvshare calibrate"));
+  }
+
+  std::vector<Token> tokens(300);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<Token>(i * i % TinyModel::kVocab);
+  SequenceOptions options{.kv = run.kv->codecs};
+  const auto calibration = Calibrate(model, tokens, 150, 1);
+  ASSERT_TRUE(calibration) << calibration.error().message;
+  ASSERT_TRUE(calibration->Write(*model, Calibration::PathFor(*model)));
+  options.calibration = std::make_shared<const Calibration>(*calibration);
+  const auto result = RunFlow(flow, run);
+  ASSERT_TRUE(result) << result.error().message;
+  ASSERT_TRUE(result->ok()) << result->failures[0].error.message;
+  for (size_t i = 1; i < result->hops.size(); ++i) {
+    EXPECT_EQ(result->hops[i].handoff, HandoffMode::kAttach) << result->hops[i].reason_detail;
+  }
+  EXPECT_EQ(OutputsOf(*result), OneProcess(model, options).Run(flow));
 }
 
 constexpr char kMixed[] = R"(n_ctx: 1024

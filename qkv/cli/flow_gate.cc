@@ -9,6 +9,32 @@
 #include "qkv/engine/layer_sensitivity.h"
 
 namespace qkv::cli {
+namespace {
+
+Result<std::unique_ptr<HandoffQuality>> GateOf(const QualityFlags& flags, const Flow& flow,
+                                               std::shared_ptr<const Model> model) {
+  QKV_ASSIGN_OR_RETURN(auto calibration, CalibrationOf({.balanced = flow.bal}, *model));
+  return std::make_unique<HandoffQuality>(flags, std::move(model), TotalThreads(flow), std::move(calibration));
+}
+
+}  // namespace
+
+Status CheckBalance(const Flow& flow, const RunOptions& run) {
+  if (flow.bal) return {};
+  const auto check = [&](const KvChoice& kv, const std::string& whose) -> Status {
+    const Codec& k = CodecOf(kv.codecs.pair.k);
+    if (!k.keys_only) return {};
+    return Err(Code::kInvalidArgument,
+               "{}: keys in codec {} need --bal, or 'bal: true' in the flow, and what 'qkvshare calibrate' makes",
+               whose, k.name);
+  };
+  for (const FlowAgent& agent : flow.agents) {
+    if (agent.kv) QKV_RETURN_IF_ERROR(check(*agent.kv, fmt::format("{}: agent '{}'", flow.path, agent.name)));
+  }
+  if (run.kv) return check(*run.kv, "--kv");
+  for (const KvChoice& kv : flow.kv) QKV_RETURN_IF_ERROR(check(kv, flow.path + ": kv"));
+  return {};
+}
 
 Status ApplyKvBits(double bits, const QualityFlags& flags, const Flow& flow, RunOptions& run) {
   std::set<std::string> paths;
@@ -19,7 +45,8 @@ Status ApplyKvBits(double bits, const QualityFlags& flags, const Flow& flow, Run
   for (const std::string& path : paths) {
     QKV_ASSIGN_OR_RETURN(const auto model, Model::Load(path));
     QKV_ASSIGN_OR_RETURN(const PageCodecs best, BestWithinBits(*model, bits));
-    QKV_ASSIGN_OR_RETURN(const KvChoice chosen, HandoffQuality(flags, model, TotalThreads(flow)).Choose(best));
+    QKV_ASSIGN_OR_RETURN(const auto gate, GateOf(flags, flow, model));
+    QKV_ASSIGN_OR_RETURN(const KvChoice chosen, gate->Choose(best));
     if (chosen == best) continue;
     run.kv = chosen;
     run.kv_bits = 0;
@@ -36,7 +63,7 @@ Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run) {
     if (path.empty() || gates.contains(path)) continue;
     auto model = Model::Load(path);
     if (!model) continue;  // the run will say so, and by whom it is needed
-    gates[path] = std::make_unique<HandoffQuality>(flags, *std::move(model), TotalThreads(flow));
+    QKV_ASSIGN_OR_RETURN(gates[path], GateOf(flags, flow, *std::move(model)));
   }
   for (FlowAgent& agent : flow.agents) {
     if (!agent.kv) continue;

@@ -10,13 +10,16 @@
 
 namespace qkv::cli {
 
+// Whether keys are only written in codecs that `bal` is needed for where it is asked for. Error: kInvalidArgument.
+Status CheckBalance(const Flow& flow, const RunOptions& run);
+
 // Sets run.kv_bits; or, where the gate finds that what it comes to hurts a model, run.kv to what is within its bound. Before
-// GateFlow. Errors: Model::Load's, BestWithinBits' and the gate's.
+// GateFlow. Errors: Model::Load's, BestWithinBits', Calibration::Read's (of a flow with `bal`) and the gate's.
 Status ApplyKvBits(double bits, const QualityFlags& flags, const Flow& flow, RunOptions& run);
 
 // Replaces codecs of the flow, its agents and the run that hurt a model (--quality-gate enforce), or says so (warn); those
 // of run.kv_bits have been looked at. Loads each model once; one that cannot be loaded is left for the run to report.
-// Errors: the gate's.
+// Errors: the gate's, and Calibration::Read's of a flow with `bal`.
 Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run);
 
 }  // namespace qkv::cli

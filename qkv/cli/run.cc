@@ -27,6 +27,7 @@ struct Options {
   int n_ctx = 0;
   int n_threads = 0;
   std::string kv;
+  bool balanced = false;
   double kv_bits = 0;
   double refine = kDefaultRefine;
   QualityFlags quality;
@@ -65,6 +66,7 @@ Result<int> Run(const Options& options) {
   }
   if (options.n_ctx > 0) flow.n_ctx = options.n_ctx;
   if (options.n_threads > 0) flow.threads = options.n_threads;
+  if (options.balanced) flow.bal = true;
   if (!options.json_file.empty()) QKV_RETURN_IF_ERROR(CheckOutputFile(options.json_file, "--json"));
   if (!options.trace_file.empty()) QKV_RETURN_IF_ERROR(CheckOutputFile(options.trace_file, "--trace"));
   if (!options.report_file.empty()) QKV_RETURN_IF_ERROR(CheckOutputFile(options.report_file, "--report"));
@@ -88,11 +90,13 @@ Result<int> Run(const Options& options) {
   if (!options.kv.empty()) {
     QKV_ASSIGN_OR_RETURN(run.kv, ParseKvChoice(options.kv));
   }
+  const bool hands_over = options.compare || run.mode == FlowMode::kHandoff;
+  if (hands_over) QKV_RETURN_IF_ERROR(CheckBalance(flow, run));
   if (options.kv_bits > 0 && !options.compare && run.mode == FlowMode::kHandoff) {
     QKV_RETURN_IF_ERROR(ApplyKvBits(options.kv_bits, options.quality, flow, run));
   }
   run.refine = options.refine;
-  if (options.compare || run.mode == FlowMode::kHandoff) QKV_RETURN_IF_ERROR(GateFlow(options.quality, flow, run));
+  if (hands_over) QKV_RETURN_IF_ERROR(GateFlow(options.quality, flow, run));
   run.socket = options.socket;
   run.trace = !options.trace_file.empty();
   run.jobs = options.jobs;
@@ -188,6 +192,9 @@ void AddRun(CLI::App& app, int& status) {
       ->check(CLI::Range(1.0, 16.0))
       ->excludes(kv_option);
   AddRefineOption(*command, options->refine);
+  command->add_flag("--bal", options->balanced,
+                    "multiply keys that are handed over by the matrices that 'qkvshare calibrate' made for each model "
+                    "(as 'bal: true' in the flow does); what 'reads' names is then read as text");
   options->quality.AddTo(*command, /*reads_pages=*/false);
   command->add_option("--socket", options->socket, "an existing broker's socket (default: one of its own)")
       ->type_name("PATH");

@@ -203,6 +203,7 @@ Json ToJson(const AgentSetup& setup) {
           {"model", setup.model},
           {"socket", setup.socket},
           {"refine", setup.refine},
+          {"balanced", setup.balanced},
           {"warm_up", setup.warm_up},
           {"packed_weights", setup.packed_weights},
           {"packed_digest", setup.packed_digest}};
@@ -414,6 +415,7 @@ Result<AgentCommand> ParseAgentCommand(std::string_view line) {
     fields.Read("model", setup.model);
     fields.Read("socket", setup.socket);
     fields.Read("refine", setup.refine, 0, 1);
+    fields.Read("balanced", setup.balanced);
     fields.Read("warm_up", setup.warm_up);
     fields.Read("packed_weights", setup.packed_weights);
     fields.Read("packed_digest", setup.packed_digest);

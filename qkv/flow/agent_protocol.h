@@ -31,6 +31,7 @@ struct AgentSetup {
   std::string model;               // path
   std::string socket;              // the broker's; empty: nobody here inherits or publishes
   double refine = kDefaultRefine;  // SequenceOptions::refine, of every agent here
+  bool balanced = false;           // with the calibration beside the model, every agent here
   bool warm_up = false;            // compute something with the model before saying ready: its pages are in place then
   std::string packed_weights;      // path of PackedWeights::fd as the worker can open it; empty: it packs its own
   std::string packed_digest;       // PackedWeights::weights_digest

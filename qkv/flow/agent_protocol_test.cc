@@ -34,6 +34,7 @@ TEST(AgentProtocol, SetupArrivesWhole) {
   const AgentSetup got = There(AgentSetup{.model = "/m/x.gguf",
                                           .socket = "/tmp/s",
                                           .refine = 0.25,
+                                          .balanced = true,
                                           .warm_up = true,
                                           .packed_weights = "/proc/1/fd/2",
                                           .packed_digest = "00ff"},
@@ -43,6 +44,7 @@ TEST(AgentProtocol, SetupArrivesWhole) {
   EXPECT_EQ(got.model, "/m/x.gguf");
   EXPECT_EQ(got.socket, "/tmp/s");
   EXPECT_EQ(got.refine, 0.25);
+  EXPECT_TRUE(got.balanced);
   EXPECT_TRUE(got.warm_up);
 }
 

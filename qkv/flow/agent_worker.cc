@@ -21,6 +21,7 @@
 #include "qkv/base/fd.h"
 #include "qkv/broker/client.h"
 #include "qkv/engine/agent.h"
+#include "qkv/engine/calibration.h"
 #include "qkv/engine/layer_sensitivity.h"
 #include "qkv/flow/agent_protocol.h"
 
@@ -101,6 +102,10 @@ class Worker {
     PackedWeights packed{Fd(), setup->packed_digest};
     if (!setup->packed_weights.empty()) packed.fd = Fd(::open(setup->packed_weights.c_str(), O_RDONLY | O_CLOEXEC));
     QKV_ASSIGN_OR_RETURN(model_, Model::Load(setup->model, std::move(packed)));
+    if (setup->balanced) {
+      QKV_ASSIGN_OR_RETURN(Calibration calibration, Calibration::Read(*model_, Calibration::PathFor(*model_)));
+      calibration_ = std::make_shared<const Calibration>(std::move(calibration));
+    }
     // Digests are made at the first use; here nobody waits for them yet.
     const std::string tokenizer = model_->identity().tokenizer_digest();
     ConnectBroker();
@@ -178,6 +183,7 @@ class Worker {
     SequenceOptions options = {.n_ctx = command.n_ctx, .n_threads = command.threads, .kv = kv.codecs};
     options.groups = kv.groups;
     options.refine = refine_;
+    options.calibration = calibration_;
     if (command.trace) options.trace = trace_.get();
     options.on_progress = [this](size_t done, size_t total) {
       if (in_turn_) channel_.Send(AgentProgress{static_cast<int64_t>(done), static_cast<int64_t>(total)});
@@ -236,6 +242,7 @@ class Worker {
   std::string socket_;
   double refine_ = kDefaultRefine;
   std::shared_ptr<const Model> model_;
+  std::shared_ptr<const Calibration> calibration_;  // null: keys are kept as they are
   // In this order: the agent ends before what it uses.
   std::unique_ptr<BrokerClient> broker_;
   WarmSegments warm_;

@@ -65,8 +65,8 @@ class Parser {
   }
 
   Status Top(const YAML::Node& node) {
-    static constexpr std::string_view kKeys[] = {"name", "model",  "n_ctx",  "threads",
-                                                 "kv",   "budget", "inputs", "agents"};
+    static constexpr std::string_view kKeys[] = {"name", "model",  "n_ctx",  "threads", "kv",
+                                                 "bal",  "budget", "inputs", "agents"};
     const YAML::Mark mark = node.Mark().is_null() ? YAML::Mark() : node.Mark();
     QKV_ASSIGN_OR_RETURN(const auto entries, reader_.Map(node, mark, "flow", kKeys));
     const Entry* agents = nullptr;
@@ -81,6 +81,8 @@ class Parser {
         QKV_RETURN_IF_ERROR(reader_.Read(entry, 0, 256, flow_.threads));
       } else if (entry.key == "kv") {
         QKV_RETURN_IF_ERROR(CodecList(entry));
+      } else if (entry.key == "bal") {
+        QKV_RETURN_IF_ERROR(reader_.Read(entry, flow_.bal));
       } else if (entry.key == "budget") {
         QKV_RETURN_IF_ERROR(reader_.Read(entry, 1, 1 << 30, flow_.budget));
       } else if (entry.key == "inputs") {

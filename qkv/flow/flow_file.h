@@ -71,9 +71,10 @@ struct Flow {
   std::string name;
   std::string model;  // path; may be empty, then the command line must give one
   int n_ctx = 4096;
-  int threads = 0;                            // of all agents together; 0: as many as the machine has CPUs
-  int64_t budget = 0;                         // tokens of KV to have at one time, if the order can help it; 0: any
-  std::vector<KvChoice> kv;                   // to hand over with, in order; empty: the program's choice
+  int threads = 0;           // of all agents together; 0: as many as the machine has CPUs
+  int64_t budget = 0;        // tokens of KV to have at one time, if the order can help it; 0: any
+  bool bal = false;          // hand over keys multiplied by the matrices kept beside each model (engine/calibration.h)
+  std::vector<KvChoice> kv;  // to hand over with, in order; empty: the program's choice
   std::map<std::string, std::string> inputs;  // name -> text; of a list: its items, a blank line between
   std::vector<FlowAgent> agents;              // in the order of the file
   std::map<std::string, std::vector<int>, std::less<>> names;  // of agents, and of what `foreach` made

@@ -29,6 +29,7 @@ n_ctx: 2048
 threads: 3
 budget: 9000
 kv: [i8, "k=i8,v=i4"]
+bal: true
 inputs:
   topic: river mills
 agents:
@@ -91,6 +92,7 @@ TEST(FlowFile, ReadsEveryKey) {
   EXPECT_EQ(flow->threads, 3);
   EXPECT_EQ(flow->budget, 9000);
   EXPECT_THAT(flow->kv, ElementsAre(CodecPair{CodecId::kI8, CodecId::kI8}, CodecPair{CodecId::kI8, CodecId::kI4}));
+  EXPECT_TRUE(flow->bal);
   EXPECT_EQ(flow->inputs.at("topic"), "river mills");
   ASSERT_EQ(flow->agents.size(), 2u);
   const FlowAgent& writer = flow->agents[0];
@@ -123,6 +125,7 @@ TEST(FlowFile, DefaultsNeedOnlyAnAgentWithAPrompt) {
   EXPECT_EQ(flow->name, "my_flow");
   EXPECT_EQ(flow->model, "");
   EXPECT_TRUE(flow->kv.empty());
+  EXPECT_FALSE(flow->bal);
   EXPECT_EQ(flow->agents[0].sampling.temperature, 0.0f) << "greedy";
 }
 
@@ -237,6 +240,7 @@ TEST(FlowFileErrors, NumbersOutOfRange) {
             "f.yaml:4:11: seed: expected a whole number from 0 to 4294967295, found '-1'");
   EXPECT_EQ(ErrorOf("n_ctx: 7\nagents: []\n"),
             "f.yaml:1:8: n_ctx: expected a whole number from 32 to 1048576, found '7'");
+  EXPECT_EQ(ErrorOf("bal: maybe\nagents: []\n"), "f.yaml:1:6: bal: expected true or false, found 'maybe'");
 }
 
 TEST(FlowFileErrors, BadCodecSaysWhichThereAre) {
@@ -254,8 +258,7 @@ TEST(FlowFileErrors, BadCodecSaysWhichThereAre) {
             "f.yaml:1:5: kv: " + ParseKvChoice("tokens:0/8/4").error().message);
   EXPECT_EQ(ErrorOf("kv: [i8, i9]\nagents: []\n"), "f.yaml:1:10: kv: " + ParseCodecPair("i9").error().message);
   EXPECT_EQ(ErrorOf("kv: [i8, i4, i8]\nagents: []\n"), "f.yaml:1:14: kv: i8 is there twice");
-  EXPECT_EQ(ErrorOf("kv: k=5/3,v=4\nagents: []\n"),
-            "f.yaml:1:5: kv: keys in codec 5/3 need a calibration, which flows do not take");
+  EXPECT_EQ(ErrorOf("kv: k=5/3,v=4\nagents: [{name: a, prompt: x}]\n"), "no error") << "a run may be given --bal";
 }
 
 TEST(FlowFileErrors, OnMissSuggests) {
@@ -458,7 +461,7 @@ TEST(Examples, SchemaAndParserKnowTheSameKeys) {
     EXPECT_FALSE(unknown(key + ": []\n")) << key;
     ++keys;
   }
-  EXPECT_EQ(keys, 8u) << "a new key of the flow belongs into the schema and FLOWS.md";
+  EXPECT_EQ(keys, 9u) << "a new key of the flow belongs into the schema and FLOWS.md";
   for (const auto& [key, value] : schema["$defs"]["edge"]["properties"].items()) {
     EXPECT_FALSE(unknown("agents: [{inherits: {" + key + ": []}}]\n")) << key;
   }
@@ -469,7 +472,7 @@ TEST(Examples, SchemaAndParserKnowTheSameKeys) {
     EXPECT_FALSE(unknown("agents: [{" + key + ": []}]\n")) << key;
     ++keys;
   }
-  EXPECT_EQ(keys, 8u + 21u) << "a new key of an agent belongs into the schema and FLOWS.md";
+  EXPECT_EQ(keys, 9u + 21u) << "a new key of an agent belongs into the schema and FLOWS.md";
 }
 
 TEST(Texts, ReplaceReferences) {

@@ -150,14 +150,19 @@ class Reader {
     return {};
   }
 
+  Status Read(const Entry& entry, bool& out) const {
+    if (!entry.value.IsScalar() || !YAML::convert<bool>::decode(entry.value, out)) {
+      return At(entry.mark(), "{}: expected true or false, found {}", entry.key,
+                entry.value.IsScalar() ? Quoted(entry.value.Scalar()) : std::string(KindName(entry.value)));
+    }
+    return {};
+  }
+
   Result<KvChoice> Codec(const Entry& entry, const YAML::Node& node) const {
     const YAML::Mark mark = node.Mark().is_null() ? entry.key_mark : node.Mark();
     if (!node.IsScalar()) return At(mark, "{}: expected a codec pair such as i8, found {}", entry.key, KindName(node));
     auto choice = ParseKvChoice(node.Scalar());
     if (!choice) return Located(mark, Error{Code::kInvalidArgument, entry.key + ": " + choice.error().message});
-    if (const auto& k = CodecOf(choice->codecs.pair.k); k.keys_only) {
-      return At(mark, "{}: keys in codec {} need a calibration, which flows do not take", entry.key, k.name);
-    }
     return choice;
   }
 

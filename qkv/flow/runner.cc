@@ -3,11 +3,9 @@
 #include "qkv/flow/runner.h"
 
 #include <poll.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -21,6 +19,7 @@
 #include "qkv/flow/hop_phases.h"
 #include "qkv/flow/memory_sampler.h"
 #include "qkv/flow/plan.h"
+#include "qkv/flow/private_directory.h"
 #include "qkv/flow/turn_maker.h"
 
 namespace qkv {
@@ -37,31 +36,6 @@ double MsBetween(Clock::time_point from, Clock::time_point to) {
   return std::chrono::duration<double, std::milli>(to - from).count();
 }
 
-// A new directory that only we may enter, gone with this object.
-class PrivateDirectory {
- public:
-  static Result<std::unique_ptr<PrivateDirectory>> Make() {
-    std::error_code ignored;
-    std::string base = std::filesystem::temp_directory_path(ignored).string();
-    // A Unix socket's path has at most 107 bytes.
-    if (base.empty() || base.size() > 70) base = "/tmp";
-    std::unique_ptr<PrivateDirectory> directory(new PrivateDirectory);
-    std::string path = base + "/qkvshare-XXXXXX";
-    if (::mkdtemp(path.data()) == nullptr) return ErrnoError("cannot make a directory in " + base);
-    directory->path_ = std::move(path);
-    return directory;
-  }
-  ~PrivateDirectory() {
-    std::error_code ignored;
-    if (!path_.empty()) std::filesystem::remove_all(path_, ignored);
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  PrivateDirectory() = default;
-  std::string path_;
-};
-
 class Run {
  public:
   Run(const Flow& flow, const RunOptions& options)
@@ -73,6 +47,7 @@ class Run {
     result_.mode = options.mode;
     kv_ = options.mode == FlowMode::kText ? KvChoice{} : options.kv ? *options.kv : HandoffCodecs(flow).front();
     result_.kv = HandsOver() && options.kv_bits > 0 ? fmt::format("{} bits", options.kv_bits) : ToString(kv_);
+    if (HandsOver() && flow.bal) result_.kv.insert(0, "bal:");
     result_.ahead = options.ahead;
     result_.threads = TotalThreads(flow);
     jobs_ = JobsFor(flow, options.jobs);
@@ -177,7 +152,11 @@ class Run {
   FlowWorker* StartWorker(int i) {
     std::vector<std::string> argv = options_.worker_argv;
     if (argv.empty()) argv = {"/proc/self/exe", "agent-worker"};
-    AgentSetup setup{.model = ModelOf(i), .socket = socket_, .refine = options_.refine, .warm_up = options_.ahead};
+    AgentSetup setup{.model = ModelOf(i),
+                     .socket = socket_,
+                     .refine = options_.refine,
+                     .balanced = HandsOver() && flow_.bal,
+                     .warm_up = options_.ahead};
     if (MostWorkers() > 1) ShareWeights(setup);
     auto worker = FlowWorker::Start(argv, setup, i, Clock::now() + options_.load_deadline);
     if (!worker) {

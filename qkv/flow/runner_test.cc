@@ -207,6 +207,16 @@ TEST_F(RunnerTest, HandsOverAlongAChain) {
   ExpectNobodyLeft();
 }
 
+TEST_F(RunnerTest, WorkersBalanceTheKeysThatTheyHandOver) {
+  Given(kChain);
+  flow_.bal = true;
+  EXPECT_EQ(Run().kv, "bal:i8");
+  EXPECT_TRUE(SetupOf("none.gguf").balanced);
+  options_.mode = FlowMode::kText;
+  EXPECT_EQ(Run().kv, "f16");
+  EXPECT_FALSE(SetupOf("none.gguf").balanced);
+}
+
 TEST_F(RunnerTest, TextModeSharesNothing) {
   Given(kChain);
   options_.mode = FlowMode::kText;
