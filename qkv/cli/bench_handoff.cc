@@ -7,11 +7,11 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "qkv/base/temp_dir.h"
 #include "qkv/broker/server.h"
 #include "qkv/cli/bench.h"
 #include "qkv/cli/options.h"
 #include "qkv/cli/progress.h"
-#include "qkv/cli/temp_dir.h"
 #include "qkv/engine/peer.h"
 
 namespace qkv::cli {

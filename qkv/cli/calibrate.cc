@@ -6,12 +6,12 @@
 
 #include <memory>
 
+#include "qkv/base/temp_dir.h"
 #include "qkv/cli/commands.h"
 #include "qkv/cli/eval_samples.h"
 #include "qkv/cli/options.h"
 #include "qkv/cli/output_file.h"
 #include "qkv/cli/progress.h"
-#include "qkv/cli/temp_dir.h"
 #include "qkv/engine/calibration.h"
 #include "qkv/engine/codebooks.h"
 #include "qkv/engine/layer_sensitivity.h"

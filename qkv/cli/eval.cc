@@ -12,6 +12,7 @@
 #include <optional>
 #include <thread>
 
+#include "qkv/base/temp_dir.h"
 #include "qkv/cli/commands.h"
 #include "qkv/cli/eval_log.h"
 #include "qkv/cli/eval_peer.h"
@@ -19,7 +20,6 @@
 #include "qkv/cli/eval_splice.h"
 #include "qkv/cli/options.h"
 #include "qkv/cli/progress.h"
-#include "qkv/cli/temp_dir.h"
 #include "qkv/engine/calibration.h"
 #include "qkv/engine/codebooks.h"
 #include "qkv/engine/layer_sensitivity.h"

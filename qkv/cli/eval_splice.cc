@@ -11,11 +11,11 @@
 #include <random>
 #include <thread>
 
+#include "qkv/base/temp_dir.h"
 #include "qkv/cli/eval_log.h"
 #include "qkv/cli/eval_samples.h"
 #include "qkv/cli/options.h"
 #include "qkv/cli/progress.h"
-#include "qkv/cli/temp_dir.h"
 #include "qkv/engine/peer.h"
 #include "qkv/engine/splice_probe.h"
 

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "qkv/base/temp_dir.h"
 #include "qkv/broker/client.h"
 #include "qkv/broker/server.h"
 #include "qkv/flow/agent_protocol.h"
@@ -19,7 +20,6 @@
 #include "qkv/flow/hop_phases.h"
 #include "qkv/flow/memory_sampler.h"
 #include "qkv/flow/plan.h"
-#include "qkv/flow/private_directory.h"
 #include "qkv/flow/turn_maker.h"
 
 namespace qkv {
@@ -137,8 +137,8 @@ class Run {
     if (!needed) return {};
     socket_ = options_.socket;
     if (socket_.empty()) {
-      QKV_ASSIGN_OR_RETURN(directory_, PrivateDirectory::Make());
-      socket_ = directory_->path() + "/broker.sock";
+      QKV_ASSIGN_OR_RETURN(directory_, TempDir::CreateForSocket());
+      socket_ = directory_.path() + "/broker.sock";
       QKV_ASSIGN_OR_RETURN(
           broker_, BrokerServer::Start(
                        {.socket_path = socket_, .budget_bytes = options_.budget_bytes, .metrics = options_.metrics}));
@@ -622,7 +622,7 @@ class Run {
   MemorySampler* memory_ = nullptr;
 
   // In this order: workers end before the broker, the broker before its directory.
-  std::unique_ptr<PrivateDirectory> directory_;
+  TempDir directory_;
   std::string socket_;
   std::unique_ptr<BrokerServer> broker_;
   std::unique_ptr<BrokerClient> client_;

@@ -9,11 +9,14 @@
 
 #include "qkv/base/error.h"
 
-namespace qkv::cli {
+namespace qkv {
 
 class TempDir {
  public:
+  // Where $TMPDIR says. Errors: the system's.
   static Result<TempDir> Create();
+  // With a path that leaves room for a Unix socket's name, of which the whole may have 107 bytes.
+  static Result<TempDir> CreateForSocket();
   TempDir() = default;  // none
   TempDir(TempDir&& other) noexcept : path_(std::exchange(other.path_, {})) {}
   TempDir& operator=(TempDir&& other) noexcept {
@@ -25,7 +28,8 @@ class TempDir {
 
  private:
   explicit TempDir(std::string path) : path_(std::move(path)) {}
+  static Result<TempDir> CreateIn(const std::string& base);
   std::string path_;
 };
 
-}  // namespace qkv::cli
+}  // namespace qkv
