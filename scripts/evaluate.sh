@@ -34,7 +34,7 @@ for step in "$@"; do
       [ -f "$sensitivities" ] || "$program" calibrate --layers --text "$folder/calibration.txt" -o "$sensitivities"
       measure layers --layers "$sensitivities" --kv 4 --kv layers:4.25 --kv k=4,v=3 --kv layers:3.75 --kv k=5,v=4 \
         --kv layers:4.75 --kv k=6,v=5 --kv layers:5.75 --kv k=6,v=4 --kv 8 ;;
-    refine) measure refine --score-batch 1 --refine 0.012 --kv 4+4 --kv k=4,v=3,+4 --kv 3+4 --kv 4 --kv like:q8_0 \
+    refine) measure refine --score-batch 1 --kv 4+4 --kv k=4,v=3,+4 --kv 3+4 --kv 4 --kv like:q8_0 \
       --kv like:q8_0:plain ;;
     all) measure all --protocol all --samples 4 --peer llama.cpp --kv 8 --kv k=5,v=4 --kv 4 --kv bal:4 ;;
     hops) measure hops --protocol hops --samples 4 --prefix 512 --score 64 --kv 8 --kv k=5,v=4 --kv 4 ;;
