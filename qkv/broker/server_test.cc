@@ -8,7 +8,6 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -17,10 +16,10 @@
 #include <sys/wait.h>
 
 #include <atomic>
-#include <mutex>
 #include <random>
 #include <set>
 
+#include "qkv/broker/broker_fixture.h"
 #include "qkv/broker/protocol.h"
 #include "qkv/broker/test_support.h"
 
@@ -35,71 +34,6 @@ using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
-
-std::unique_ptr<BrokerClient> ConnectTo(const std::string& path) {
-  return Take(BrokerClient::Connect(path, kLong));
-}
-
-class BrokerTest : public ::testing::Test {
- protected:
-  BrokerTest() { Start(); }
-
-  void Start(uint64_t budget_bytes = uint64_t{1} << 30, size_t max_clients = 64) {
-    server_.reset();
-    server_ = Take(BrokerServer::Start({.socket_path = folder_ / "broker.sock",
-                                        .budget_bytes = budget_bytes,
-                                        .max_clients = max_clients,
-                                        .on_event = [this](const std::string& line) {
-                                          const std::lock_guard lock(mutex_);
-                                          events_.push_back(line);
-                                        }}));
-  }
-
-  std::unique_ptr<BrokerClient> Connect() { return ConnectTo(server_->socket_path()); }
-
-  // Sends bytes as they are and returns the reply, or how the broker took it otherwise.
-  static Result<BrokerReply> Ask(const Fd& socket, const std::string& bytes, const std::vector<int>& fds = {}) {
-    QKV_RETURN_IF_ERROR(SendMessage(socket, bytes, fds, Soon()));
-    QKV_ASSIGN_OR_RETURN(const Datagram reply, ReceiveMessage(socket, Soon()));
-    return DecodeReply(reply.bytes);
-  }
-  static std::string OutcomeOf(const Result<BrokerReply>& reply) {
-    if (!reply || !reply->has_failure()) return Outcome(reply);
-    return Outcome(Status(tl::unexpected(ErrorFrom(reply->failure()))));
-  }
-
-  // A connection that the broker has taken up.
-  Fd ConnectRaw() {
-    Fd socket = Take(ConnectSocket(server_->socket_path(), Soon()));
-    BrokerRequest hello;
-    hello.mutable_hello()->set_protocol(kProtocolVersion);
-    EXPECT_EQ(OutcomeOf(Ask(socket, hello.SerializeAsString())), "ok");
-    return socket;
-  }
-
-  // The broker closes what it refused on its own thread, perhaps after it has said so.
-  static void ExpectOpenDescriptors(size_t expected) {
-    EXPECT_TRUE(Eventually([&] { return OpenDescriptors() == expected; }))
-        << OpenDescriptors() << " open, expected " << expected;
-  }
-
-  ContextInfo Info(BrokerClient& client, const std::string& id) {
-    for (const ContextInfo& info : Take(client.List()).contexts) {
-      if (info.id == id) return info;
-    }
-    return {};
-  }
-
-  std::vector<std::string> Events() {
-    const std::lock_guard lock(mutex_);
-    return events_;
-  }
-
-  TemporaryFolder folder_;
-  std::mutex mutex_;
-  std::vector<std::string> events_;
-  std::unique_ptr<BrokerServer> server_;
-};
 
 TEST_F(BrokerTest, AConsumerAttachesWhatAProducerPublished) {
   const TestContext context("summary", {8192, 16384});
@@ -668,130 +602,6 @@ TEST_F(BrokerTest, StoppingWhileClientsCallLeavesNobodyHanging) {
   server_.reset();
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(n_wrong, 0);
-}
-
-// A stand-in for a broker: answers the first request as it should, and takes the second one as told.
-class StrangeBroker {
- public:
-  StrangeBroker(const std::string& path, std::function<void(Fd& client)> second)
-      : listener_(Take(ListenAt(path))), thread_([this, second = std::move(second)] {
-          pollfd entry{listener_.socket.get(), POLLIN, 0};
-          if (::poll(&entry, 1, 20'000) <= 0) return;
-          Fd client(::accept4(listener_.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-          BrokerReply done;
-          done.mutable_welcome();
-          if (!ReceiveMessage(client, Soon()) || !SendMessage(client, done.SerializeAsString(), {}, Soon())) return;
-          if (!ReceiveMessage(client, Soon())) return;
-          second(client);
-        }) {}
-  ~StrangeBroker() { thread_.join(); }
-
- private:
-  Listener listener_;
-  std::thread thread_;
-};
-
-TEST(BrokerClient, ABrokerThatStopsWhileAClientWaitsIsPeerLost) {
-  const TemporaryFolder folder;
-  const StrangeBroker broker(folder / "b", [](Fd& client) { client.Reset(); });
-  const auto client = ConnectTo(folder / "b");
-  EXPECT_EQ(Outcome(client->Attach("a")), "peer_lost/peer_lost");
-  EXPECT_TRUE(client->lost());
-  EXPECT_EQ(Outcome(client->List()), "peer_lost/peer_lost");
-}
-
-TEST(BrokerClient, ABrokerThatDoesNotAnswerIsATimeoutAndTheConnectionIsGivenUp) {
-  const TemporaryFolder folder;
-  const StrangeBroker broker(folder / "b", [](Fd& client) { (void)ReceiveMessage(client, Soon()); });
-  const auto client = Take(BrokerClient::Connect(folder / "b", milliseconds(200)));
-  const auto start = steady_clock::now();
-  EXPECT_EQ(Outcome(client->Attach("a")), "timeout");
-  EXPECT_GE(steady_clock::now() - start, milliseconds(200));
-  EXPECT_TRUE(client->lost());
-  EXPECT_EQ(Outcome(client->List()), "peer_lost/peer_lost");
-}
-
-TEST(BrokerClient, ConnectingToABrokerThatDoesNotAnswerIsATimeout) {
-  const TemporaryFolder folder;
-  const Listener listener = Take(ListenAt(folder / "b"));
-  EXPECT_EQ(Outcome(BrokerClient::Connect(folder / "b", milliseconds(50))), "timeout");
-}
-
-TEST(BrokerClient, AReplyThatMakesNoSenseIsAnError) {
-  const TemporaryFolder folder;
-  BrokerReply wrong_kind;
-  wrong_kind.mutable_listed();
-  BrokerReply no_descriptors;
-  no_descriptors.mutable_attached()->set_lease(1);
-  no_descriptors.mutable_attached()->set_n_descriptors(3);
-  const size_t before = OpenDescriptors();
-  for (const std::string& reply : {std::string("\xff\xff"), wrong_kind.SerializeAsString()}) {
-    const StrangeBroker broker(folder / "b", [&](Fd& client) { (void)SendMessage(client, reply, {}, Soon()); });
-    const auto client = ConnectTo(folder / "b");
-    EXPECT_EQ(Outcome(client->Attach("a")), "incompatible/version");
-    EXPECT_TRUE(client->lost());
-  }
-  {
-    const StrangeBroker broker(folder / "b", [&](Fd& client) {
-      (void)SendMessage(client, no_descriptors.SerializeAsString(), {}, Soon());
-      (void)ReceiveMessage(client, Soon());
-    });
-    const auto client = ConnectTo(folder / "b");
-    EXPECT_EQ(Outcome(client->Attach("a")), "incompatible/version");
-  }
-  EXPECT_EQ(OpenDescriptors(), before);
-}
-
-// Runs `body` in a child of another user; its result is the exit status.
-int AsNobody(const std::function<int()>& body) {
-  const pid_t child = ::fork();
-  if (child == 0) ::_exit(::setgid(65534) == 0 && ::setuid(65534) == 0 ? body() : 100);
-  int status = -1;
-  ::waitpid(child, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 101;
-}
-
-TEST_F(BrokerTest, AnotherUserCanNeitherReachTheSocketNorGetAnAnswer) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
-  ASSERT_EQ(::chmod(folder_.path().c_str(), 0755), 0);
-  const std::string path = server_->socket_path();
-  const auto try_it = [&] {
-    const auto client = BrokerClient::Connect(path, kLong);
-    if (client) return 1;
-    return client.error().code == Code::kDenied ? 0 : 2;
-  };
-  EXPECT_EQ(AsNobody(try_it), 0) << "the socket's mode keeps others out";
-  ASSERT_EQ(::chmod(path.c_str(), 0666), 0);
-  EXPECT_EQ(AsNobody(try_it), 0) << "and so does the broker";
-  EXPECT_THAT(Events().back(), HasSubstr(R"("event":"refused","request":"invalid","code":"denied","reason":"denied")"));
-}
-
-TEST_F(BrokerTest, AClientDoesNotTrustABrokerOfAnotherUser) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
-  ASSERT_EQ(::chmod(folder_.path().c_str(), 01777), 0);
-  int ready[2], done[2];
-  ASSERT_EQ(::pipe2(ready, O_CLOEXEC), 0);
-  ASSERT_EQ(::pipe2(done, O_CLOEXEC), 0);
-  const std::string path = folder_ / "trap.sock";
-  const pid_t child = ::fork();
-  if (child == 0) {
-    char byte = 0;
-    ::close(done[1]);
-    if (::setgid(65534) != 0 || ::setuid(65534) != 0) ::_exit(1);
-    const auto broker = BrokerServer::Start({.socket_path = path});
-    if (!broker || ::write(ready[1], "x", 1) != 1) ::_exit(2);
-    ::_exit(::read(done[0], &byte, 1) == 0 ? 0 : 3);  // until the parent has tried
-  }
-  Fd(ready[1]).Reset();
-  Fd(done[0]).Reset();
-  const Fd ready_end(ready[0]);
-  char byte = 0;
-  ASSERT_EQ(::read(ready_end.get(), &byte, 1), 1);
-  EXPECT_EQ(Outcome(BrokerClient::Connect(path, kLong)), "denied/denied");
-  Fd(done[1]).Reset();
-  int status = -1;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
 }
 
 TEST_F(BrokerTest, TellsItsLifeInLinesOfJson) {

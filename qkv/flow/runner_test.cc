@@ -4,163 +4,22 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <stdlib.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <sstream>
 
 #include "qkv/flow/agent_protocol.h"
+#include "qkv/flow/runner_fixture.h"
 
 namespace qkv {
 namespace {
 
-using std::chrono::milliseconds;
-using std::chrono::seconds;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-// A worker that needs no model: a shell script that speaks the protocol. It keeps the lines it got as <model>.setup,
-// <agent>.prepare and <agent>.turn and its pid in `pids`, loads as load-<model>.sh says (at once) and takes an agent's turn
-// as <agent>.sh says (answers at once).
-constexpr char kFakeWorker[] = R"(
-cd "$1" || exit 9
-IFS= read -r setup || exit 8
-model=${setup#*'"model":"'}
-model=${model%%'"'*}
-model=${model##*/}
-echo $$ >> pids
-printf '%s\n' "$setup" > "$model.setup"
-ready() { echo '{"type":"ready","load_ms":1.5,"tokenizer":"'"${1:-same}"'"}'; }
-say() { echo '{"type":"text","piece":"'"$1"'"}'; }
-answer() { cat "$agent.done"; }
-if [ -e "load-$model.sh" ]; then . "./load-$model.sh"; else ready; fi
-while IFS= read -r line; do
-  agent=${line#*'"agent":"'}
-  agent=${agent%%'"'*}
-  case $line in
-    *'"type":"prepare"'*)
-      printf '%s\n' "$line" > "$agent.prepare"
-      echo '{"type":"prepared","ms":1,"prefix_tokens":3,"bytes":5}' ;;
-    *)
-      printf '%s\n' "$line" > "$agent.turn"
-      echo "$agent $$" >> ran
-      if [ -e "$agent.sh" ]; then . "./$agent.sh"; else answer; fi ;;
-  esac
-done
-)";
-
-bool IsGone(pid_t pid) {
-  return ::kill(pid, 0) < 0 && errno == ESRCH;
-}
-
-class RunnerTest : public ::testing::Test {
- protected:
-  RunnerTest() {
-    std::string path = (std::filesystem::temp_directory_path() / "runner_test.XXXXXX").string();
-    EXPECT_NE(::mkdtemp(path.data()), nullptr);
-    directory_ = path;
-    Write("worker", kFakeWorker);
-    options_.worker_argv = {"/bin/sh", (directory_ / "worker").string(), directory_.string()};
-    options_.load_deadline = options_.turn_deadline = seconds(20);
-    options_.kv = CodecPair{CodecId::kI8, CodecId::kI8};
-    options_.on_event = [this](const FlowEvent& event) { OnEvent(event); };
-  }
-  ~RunnerTest() override { std::filesystem::remove_all(directory_); }
-
-  void Write(const std::string& name, const std::string& text) { std::ofstream(directory_ / name) << text; }
-  std::string Read(const std::string& name) {
-    std::stringstream text;
-    text << std::ifstream(directory_ / name).rdbuf();
-    return text.str();
-  }
-
-  void Given(const std::string& agents_yaml) {
-    auto flow = ParseFlow("model: none.gguf\nthreads: 2\n" + agents_yaml, "f.yaml");
-    ASSERT_TRUE(flow) << flow.error().message;
-    flow_ = *std::move(flow);
-    int n = 0;
-    for (const FlowAgent& agent : flow_.agents) {
-      TurnResult result;
-      result.text = agent.name + "-says";
-      result.output_tokens = {++n, 2, 3};
-      result.context_tokens = {n, 1, 2, 3};
-      result.context_id = "id-" + agent.name;
-      result.mode = agent.inherits().empty() ? HandoffMode::kNone : HandoffMode::kAttach;
-      result.tokens_reused = 10 * n;
-      result.tokens_recomputed = n;
-      result.attach_ms = 0.5;
-      result.ttft_ms = 2;
-      result.kv_bytes = 1000 * n;
-      result.own_kv_bytes = n;
-      Write(agent.name + ".done", ToLine(AgentDone{result}));
-    }
-  }
-  void Does(const std::string& agent, const std::string& script) { Write(agent + ".sh", script); }
-  void Loads(const std::string& model, const std::string& script) { Write("load-" + model + ".sh", script); }
-
-  ModeResult Run() {
-    auto result = RunFlow(flow_, options_);
-    EXPECT_TRUE(result) << result.error().message;
-    return result ? *result : ModeResult{};
-  }
-  AgentSetup SetupOf(const std::string& model) { return Received<AgentSetup>(model + ".setup"); }
-  AgentPrepare PrepareOf(const std::string& agent) { return Received<AgentPrepare>(agent + ".prepare"); }
-  AgentTurn TurnOf(const std::string& agent) { return Received<AgentTurn>(agent + ".turn"); }
-
-  std::vector<pid_t> Pids() {
-    std::istringstream lines(Read("pids"));
-    std::vector<pid_t> pids;
-    for (pid_t pid; lines >> pid;) pids.push_back(pid);
-    return pids;
-  }
-  // All workers that ever started are gone.
-  void ExpectNobodyLeft() {
-    EXPECT_FALSE(Pids().empty());
-    for (pid_t pid : Pids()) EXPECT_TRUE(IsGone(pid)) << pid;
-  }
-  int Position(const std::string& event) const {
-    const auto found = std::find(events_.begin(), events_.end(), event);
-    EXPECT_NE(found, events_.end()) << event;
-    return static_cast<int>(found - events_.begin());
-  }
-
-  std::filesystem::path directory_;
-  Flow flow_;
-  RunOptions options_;
-  std::vector<std::string> events_, prepared_;
-  std::function<void(const FlowEvent&)> also_;
-
- private:
-  template <class Command>
-  Command Received(const std::string& file) {
-    auto command = ParseAgentCommand(Read(file));
-    EXPECT_TRUE(command) << file << ": " << command.error().message;
-    if (!command || !std::holds_alternative<Command>(*command)) return {};
-    return std::get<Command>(*command);
-  }
-  void OnEvent(const FlowEvent& event) {
-    static constexpr const char* kNames[] = {"ready",    "prepared", "started", "progress", "text",
-                                             "finished", "retried",  "failed",  "skipped",  "released"};
-    std::string line = std::string(kNames[static_cast<int>(event.kind)]) + " " + std::string(event.agent);
-    if (event.kind == FlowEvent::Kind::kText) line += ": " + std::string(event.text);
-    (event.kind == FlowEvent::Kind::kPrepared ? prepared_ : events_).push_back(line);
-    if (also_) also_(event);
-  }
-};
-
-constexpr char kChain[] = R"(inputs: {topic: mills}
-agents:
-  - {name: writer, system: be kind, prompt: "on {{input.topic}}", max_tokens: 9, seed: 5}
-  - {name: editor, inherits: writer, prompt: "mend: {{writer.output}}", on_miss: fail, kv: i4}
-)";
 
 TEST_F(RunnerTest, HandsOverAlongAChain) {
   Given(kChain);
@@ -269,148 +128,6 @@ TEST_F(RunnerTest, FirstTurnWaitsForAllModels) {
   EXPECT_TRUE(Run().ok());
   EXPECT_LT(Position("ready editor"), Position("started writer"));
   EXPECT_LT(Position("ready writer"), Position("started writer"));
-}
-
-TEST_F(RunnerTest, CrashFailsTheAgentAndSkipsWhatDependsOnIt) {
-  Given(R"(agents:
-  - {name: writer, prompt: x}
-  - {name: editor, inherits: writer}
-  - {name: printer, prompt: "{{editor.output}}"}
-  - {name: other, prompt: y}
-)");
-  Does("writer", "echo 'reading page 3' >&2; kill -9 $$");
-  FlowReport report{.modes = {Run()}};
-  const ModeResult& result = report.modes[0];
-  ASSERT_EQ(result.failures.size(), 1u);
-  EXPECT_EQ(result.failures[0].agent, "writer");
-  EXPECT_EQ(result.failures[0].error.code, Code::kPeerLost);
-  EXPECT_EQ(result.failures[0].error.message,
-            "its process was killed by signal 9 (Killed) before its answer was complete; it said: reading page 3");
-  EXPECT_THAT(result.skipped, ElementsAre("editor", "printer"));
-  ASSERT_EQ(result.hops.size(), 1u);
-  EXPECT_EQ(result.hops[0].agent, "other") << "it needs nobody";
-  EXPECT_EQ(result.tasks_per_minute, 0) << "the task was not done";
-  EXPECT_EQ(FlowExitStatus(report), 1);
-  ExpectNobodyLeft();
-}
-
-TEST_F(RunnerTest, CrashWhileLoading) {
-  Given(kChain);
-  flow_.agents[1].model = "bad.gguf";
-  Loads("bad.gguf", "echo 'one\ntwo\nthree\nfour' >&2; exit 3");
-  const ModeResult result = Run();
-  ASSERT_EQ(result.failures.size(), 1u);
-  EXPECT_EQ(result.failures[0].error.message,
-            "its process exited with status 3 while loading the model; it said: two|three|four");
-  EXPECT_EQ(result.hops.size(), 1u) << "the writer's work is still done";
-}
-
-TEST_F(RunnerTest, AgentMayDieAfterItsAnswer) {
-  Given(kChain);
-  Does("writer", "answer; exit 1");
-  EXPECT_TRUE(Run().ok()) << "the editor goes on elsewhere";
-  EXPECT_EQ(Pids().size(), 2u);
-}
-
-TEST_F(RunnerTest, ErrorsOfAnAgentArriveAsTheyAre) {
-  Given(kChain);
-  Write("error", ToLine(AgentFailed{Error{Code::kIncompatible, "rope.base differs", Reason::kModelMismatch}}));
-  Does("editor", "cat error; exit 1");
-  const ModeResult result = Run();
-  ASSERT_EQ(result.failures.size(), 1u);
-  EXPECT_EQ(result.failures[0].error.code, Code::kIncompatible);
-  EXPECT_EQ(result.failures[0].error.reason, Reason::kModelMismatch);
-  EXPECT_EQ(result.failures[0].error.message, "rope.base differs");
-  EXPECT_EQ(events_.back(), "released writer") << "its last reader is through, however";
-}
-
-TEST_F(RunnerTest, GarbageFailsTheAgent) {
-  Given(kChain);
-  Does("writer", "echo 'Segmentation what?'; exec sleep 60");
-  const ModeResult result = Run();
-  ASSERT_EQ(result.failures.size(), 1u);
-  EXPECT_EQ(result.failures[0].error.code, Code::kCorrupt);
-  EXPECT_THAT(result.failures[0].error.message, HasSubstr("Segmentation what?"));
-  ExpectNobodyLeft();
-}
-
-TEST_F(RunnerTest, EventsOutOfTurnFailTheAgent) {
-  Given(kChain);
-  const auto expect_failure = [&](const std::string& what) {
-    const ModeResult result = Run();
-    ASSERT_EQ(result.failures.size(), 1u) << what;
-    EXPECT_EQ(result.failures[0].agent, "writer");
-    EXPECT_EQ(result.failures[0].error.message, "agent protocol: an event out of turn") << what;
-  };
-  Does("writer", "ready; exec sleep 60");
-  expect_failure("ready in a turn");
-  for (const char* script : {"say early; exec sleep 60", "ready; ready; exec sleep 60"}) {
-    Loads("none.gguf", script);
-    expect_failure(script);
-  }
-  ExpectNobodyLeft();
-}
-
-TEST_F(RunnerTest, SilenceEndsWithTheDeadline) {
-  Given(kChain);
-  options_.turn_deadline = milliseconds(150);
-  Does("writer", "exec sleep 60");
-  ModeResult result = Run();
-  ASSERT_EQ(result.failures.size(), 1u);
-  EXPECT_EQ(result.failures[0].error.code, Code::kTimeout);
-  EXPECT_EQ(result.failures[0].error.message, "it was not done within 0.15 s");
-
-  options_.load_deadline = milliseconds(150);
-  options_.turn_deadline = seconds(20);
-  Loads("none.gguf", "exec sleep 60");
-  result = Run();
-  ASSERT_GE(result.failures.size(), 1u);
-  EXPECT_EQ(result.failures[0].error.message, "it was not ready within 0.15 s");
-  ExpectNobodyLeft();
-}
-
-TEST_F(RunnerTest, StopEndsAllWithinASecond) {
-  Given(kChain);
-  Does("writer", "say begun; trap '' TERM INT HUP; while :; do read x || :; done");
-  std::atomic<bool> stop{false};
-  std::chrono::steady_clock::time_point stopped_at;
-  options_.stop = &stop;
-  also_ = [&](const FlowEvent& event) {
-    if (event.kind != FlowEvent::Kind::kText) return;
-    stop = true;
-    stopped_at = std::chrono::steady_clock::now();
-  };
-  FlowReport report{.modes = {Run()}};
-  EXPECT_LT(std::chrono::steady_clock::now() - stopped_at, seconds(1));
-  EXPECT_TRUE(report.modes[0].stopped);
-  EXPECT_EQ(FlowExitStatus(report), 130);
-  ExpectNobodyLeft();
-}
-
-TEST_F(RunnerTest, WorkerThatIgnoresTheHangUpIsKilled) {
-  Given(kChain);
-  Does("editor", "answer; exec sleep 60");
-  EXPECT_TRUE(Run().ok());
-  ExpectNobodyLeft();
-}
-
-TEST_F(RunnerTest, MissingProgramFailsEveryAgent) {
-  Given(kChain);
-  options_.worker_argv = {"/nowhere/agent"};
-  const ModeResult result = Run();
-  EXPECT_EQ(result.failures.size(), 1u) << "the editor is skipped, it has no writer";
-  EXPECT_EQ(result.failures[0].error.code, Code::kNotFound);
-  EXPECT_THAT(result.skipped, ElementsAre("editor"));
-}
-
-TEST_F(RunnerTest, AgentWithoutAModelIsTheUsersToMend) {
-  Given(kChain);
-  flow_.model.clear();
-  flow_.agents[0].model = "x.gguf";
-  auto result = RunFlow(flow_, options_);
-  ASSERT_FALSE(result);
-  EXPECT_EQ(result.error().code, Code::kInvalidArgument);
-  EXPECT_THAT(result.error().message, HasSubstr("agent 'editor' has no model"));
 }
 
 TEST_F(RunnerTest, ReaderWithOtherTokensGetsWords) {
@@ -616,51 +333,6 @@ TEST_F(RunnerTest, AContextThatCouldNotBePublishedIsReadAsText) {
   EXPECT_THAT(TurnOf("editor").history, ElementsAre(7, 8));
   EXPECT_EQ(ran.hops[1].reason, Reason::kPeerLost);
   EXPECT_THAT(ran.hops[1].reason_detail, HasSubstr("the broker is gone"));
-}
-
-TEST_F(RunnerTest, CrashIsTriedAgainAsOftenAsWanted) {
-  Given(kChain);
-  flow_.agents[0].retries = 2;
-  Does("writer", "echo x >> tries; if [ $(wc -l < tries) -lt 3 ]; then kill -9 $$; fi; answer");
-  const ModeResult result = Run();
-  ASSERT_TRUE(result.ok());
-  EXPECT_EQ(result.hops[0].attempts, 3);
-  EXPECT_EQ(std::count(events_.begin(), events_.end(), "retried writer"), 2);
-
-  std::filesystem::remove(directory_ / "tries");
-  flow_.agents[0].retries = 1;
-  EXPECT_EQ(Run().failures.size(), 1u);
-  ExpectNobodyLeft();
-}
-
-TEST_F(RunnerTest, WhatWouldFailAgainIsNotTriedAgain) {
-  Given(kChain);
-  flow_.agents[0].retries = 5;
-  Write("error", ToLine(AgentFailed{Error{Code::kInvalidArgument, "too long", Reason::kTooLong}}));
-  Does("writer", "echo x >> tries; cat error");
-  EXPECT_EQ(Run().failures.size(), 1u);
-  EXPECT_EQ(Read("tries"), "x\n");
-}
-
-TEST_F(RunnerTest, AWorkerSurvivesItsAgentsError) {
-  Given("agents:\n  - {name: bad, prompt: x, max_tokens: 999}\n  - {name: good, prompt: y}\n");
-  options_.jobs = 1;
-  options_.ahead = false;
-  Write("error", ToLine(AgentFailed{Error{Code::kInvalidArgument, "too long", Reason::kTooLong}}));
-  Does("bad", "cat error");
-  const ModeResult result = Run();
-  EXPECT_EQ(result.failures.size(), 1u);
-  EXPECT_EQ(result.hops.size(), 1u);
-  EXPECT_EQ(Pids().size(), 1u);
-}
-
-TEST_F(RunnerTest, AnAgentsOwnDeadlineCounts) {
-  Given(kChain);
-  flow_.agents[0].deadline_s = 0.15;
-  Does("writer", "exec sleep 60");
-  const ModeResult result = Run();
-  ASSERT_EQ(result.failures.size(), 1u);
-  EXPECT_EQ(result.failures[0].error.message, "it was not done within 0.15 s");
 }
 
 TEST_F(RunnerTest, TheGapIsFromTheLastProducersLastToken) {
