@@ -37,7 +37,7 @@ for step in "$@"; do
     refine) measure refine --score-batch 1 --kv 4+4 --kv k=4,v=3,+4 --kv 3+4 --kv 4 --kv like:q8_0 \
       --kv like:q8_0:plain ;;
     all) measure all --protocol all --samples 4 --peer llama.cpp --kv 8 --kv k=5,v=4 --kv 4 --kv bal:4 ;;
-    hops) measure hops --protocol hops --samples 4 --prefix 512 --score 64 --kv 8 --kv k=5,v=4 --kv 4 ;;
+    hops) measure hops --protocol hops --samples 16 --prefix 512 --score 64 --kv 8 --kv k=5,v=4 --kv 4 ;;
     depth)
       for prefix in 4096 7936; do
         measure "depth-$prefix" --samples 2 --prefix $prefix --score-batch 1 --score 64 --kv 4+4 --kv 4 --kv 8

@@ -36,7 +36,7 @@ namespace qkv::attention {
 namespace HWY_NAMESPACE {
 namespace {
 
-constexpr size_t kPagesAhead = 2;
+constexpr size_t kPagesAhead = 1;
 
 class ItemRun {
  public:
@@ -346,21 +346,21 @@ class ItemRun {
 
   // Where the kernels prefetch; without further pages in the block itself, which is in the cache already.
   static Ahead AheadOf(std::span<const PageBlocks> pages, Side side) {
-    const auto block = [&](size_t i) {
-      const PageBlocks& at = i < pages.size() ? pages[i] : pages.front();
-      return reinterpret_cast<uintptr_t>(side == Side::kK ? at.k : at.v);
-    };
-    return {block(1), block(2)};
+    return reinterpret_cast<Ahead>(pages[pages.size() > 1 ? 1 : 0].block(side));
   }
-  // The scales behind the codes, which the kernels leave out. To be called after a kernel, when the page's address
-  // translation has arrived: a prefetch that has to wait for it holds up everything.
-  void PrefetchScales(Side side, std::span<const PageBlocks> pages) const {
-    if (pages.size() <= kPagesAhead) return;
-    const PageBlocks& at = pages[kPagesAhead];
-    const CodecId codec = side == Side::kK ? at.codecs.k : at.codecs.v;
-    const std::byte* start = side == Side::kK ? at.k : at.v;
+  // The scales behind the codes of the next page, which the kernels leave out. To be called after a kernel, when the
+  // page's address translation has arrived: a prefetch that has to wait for it holds up everything.
+  HWY_INLINE void PrefetchScales(Side side, std::span<const PageBlocks> pages) const {
+    if (pages.size() < 2) return;
+    const CodecId codec = pages[1].codec(side);
+    if (blocks::IsRotated(codec) && codec != CodecId::k8) return;  // PrefetchBlock has them
     const size_t end = blocks::BlockBytes(codec, plan_.shape.head_dim);
-    for (size_t i = ScaleOffset(codec); i < end; i += 64) __builtin_prefetch(start + i, 0, 2);
+    for (size_t i = ScaleOffset(codec); i < end; i += 64) Prefetch<64>(AheadOf(pages, side) + i);
+  }
+  // For codecs whose block is expanded, or read by kernels that have no room for prefetches: all of it in one burst.
+  HWY_INLINE void PrefetchBlock(CodecId codec, Ahead ahead) const {
+    const size_t end = blocks::BlockBytes(codec, plan_.shape.head_dim);
+    for (size_t i = 0; i < end; i += 64) Prefetch<64>(ahead + i);
   }
   size_t ScaleOffset(CodecId codec) const {
     switch (codec) {
@@ -387,6 +387,11 @@ class ItemRun {
     return quads_ && blocks::IsRotated(codec) && codec != CodecId::k8;
   }
 
+  // Of these, whether there is one for its codes as they are.
+  bool RunsOnNibbles(CodecId codec) const {
+    return codec == CodecId::k4 && dim_ % 64 == 0;
+  }
+
   // A block's codes in the order of i8, and where the kernel on them is to prefetch.
   struct Codes {
     const std::byte* at;
@@ -394,23 +399,22 @@ class ItemRun {
   };
   Codes ExpandedCodes() const {
     const auto at = reinterpret_cast<uintptr_t>(x_.expanded);
-    return {reinterpret_cast<const std::byte*>(x_.expanded), {at, at}};
+    return {reinterpret_cast<const std::byte*>(x_.expanded), at};
   }
-  // `book`: of codecs with codebooks.
-  HWY_NOINLINE void ExpandBlock(CodecId codec, Side side, const std::byte* block, const PqBook& book,
-                                Ahead ahead) const {
-    for (size_t i = 0; i < ScaleOffset(codec); i += 64) Prefetch<64>(ahead + i);
-    const auto* codes = reinterpret_cast<const uint8_t*>(block);
-    if (blocks::IsPq(codec)) return pq::HWY_NAMESPACE::ExpandPq(book, side, codes, dim_, x_.expanded);
+  HWY_NOINLINE void ExpandBlock(const PageBlocks& page, Side side) const {
+    const CodecId codec = page.codec(side);
+    const auto* codes = reinterpret_cast<const uint8_t*>(page.block(side));
+    if (blocks::IsPq(codec)) return pq::HWY_NAMESPACE::ExpandPq(page.book(side), side, codes, dim_, x_.expanded);
     if (codec == CodecId::kBands) return planes::HWY_NAMESPACE::ExpandBands(codes, plan_.shape.head_dim, x_.expanded);
     planes::HWY_NAMESPACE::ExpandPlanes(blocks::RotatedBits(codec), codes, kPageTokens * dim_, x_.expanded);
   }
   Codes CodesOf(std::span<const PageBlocks> pages, Side side) const {
-    const std::byte* block = side == Side::kK ? pages.front().k : pages.front().v;
-    const CodecId codec = side == Side::kK ? pages.front().codecs.k : pages.front().codecs.v;
+    const PageBlocks& page = pages.front();
+    const CodecId codec = page.codec(side);
     const Ahead ahead = AheadOf(pages, side);
-    if (!blocks::IsRotated(codec) || codec == CodecId::k8) return {block, ahead};
-    ExpandBlock(codec, side, block, side == Side::kK ? pages.front().k_book : pages.front().v_book, ahead);
+    if (!blocks::IsRotated(codec) || codec == CodecId::k8) return {page.block(side), ahead};
+    PrefetchBlock(codec, ahead);
+    ExpandBlock(page, side);
     return ExpandedCodes();
   }
 
@@ -454,13 +458,17 @@ class ItemRun {
       return ScoresOfBlock(CodesOf(pages, Side::kK), x_.q_i8, x_.q_i8_scale, x_.q_mean, slot);
     }
     queries_.MakeBytes();
-    CodesOf(pages, Side::kK);
-    for (size_t block = 0; block < blocks_.count; ++block) {
-      const size_t first = blocks_.First(block);
-      RunWithRows<ScoresOfBytes>(blocks_.Count(block), x_.q_bytes + first * dim_ / 2, x_.expanded, dim_,
-                                 x_.q_bytes_scale + first, x_.q_bytes_sum + first, x_.q_mean + first, x_.token_scale,
-                                 ScoresAt(first, slot));
-    }
+    const auto run = [&]<class Kernel>(Kernel, const std::byte* codes) {
+      for (size_t block = 0; block < blocks_.count; ++block) {
+        const size_t first = blocks_.First(block);
+        RunWithRows<Kernel>(blocks_.Count(block), x_.q_bytes + first * dim_ / 2,
+                            reinterpret_cast<const uint8_t*>(codes), dim_, x_.q_bytes_scale + first,
+                            x_.q_bytes_sum + first, x_.q_mean + first, x_.token_scale, ScoresAt(first, slot));
+      }
+    };
+    if (!RunsOnNibbles(codec)) return run(ScoresOfQuads<ByteCodes>(), CodesOf(pages, Side::kK).at);
+    PrefetchBlock(codec, AheadOf(pages, Side::kK));
+    run(ScoresOfQuads<NibbleCodes>(), page.k);
   }
 
   void ScoresOfBlock(const Codes& codes, const int32_t* q, const float* q_scale, const float* mean, size_t slot) const {
@@ -511,13 +519,17 @@ class ItemRun {
     LoadHalves(scales, kPageTokens, x_.token_scale);
     if (!RunsOnBytes(codec)) return ValuesOfBlock(CodesOf(pages, Side::kV), slot, keep, nullptr);
     QuantizeWeightQuads<true>(slot);
-    CodesOf(pages, Side::kV);
-    for (size_t block = 0; block < blocks_.count; ++block) {
-      const size_t first = blocks_.First(block);
-      RunWithRows<ValuesOfBytes>(blocks_.Count(block), x_.weight_quads + first * kPageTokens / 2, x_.expanded, dim_,
-                                 keep + first, x_.weight_scale + first, x_.weight_sum + first,
-                                 x_.outputs + first * dim_);
-    }
+    const auto run = [&]<class Kernel>(Kernel, const std::byte* codes) {
+      for (size_t block = 0; block < blocks_.count; ++block) {
+        const size_t first = blocks_.First(block);
+        RunWithRows<Kernel>(blocks_.Count(block), x_.weight_quads + first * kPageTokens / 2,
+                            reinterpret_cast<const uint8_t*>(codes), dim_, keep + first, x_.weight_scale + first,
+                            x_.weight_sum + first, x_.outputs + first * dim_);
+      }
+    };
+    if (!RunsOnNibbles(codec)) return run(ValuesOfBytes(), CodesOf(pages, Side::kV).at);
+    PrefetchBlock(codec, AheadOf(pages, Side::kV));
+    run(ValuesOfNibbles(), page.v);
   }
 
   void ValuesOfBlock(const Codes& codes, size_t slot, const float* keep, const hwy::float16_t* channel_scale) const {

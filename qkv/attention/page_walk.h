@@ -14,6 +14,10 @@ namespace qkv::attention {
 
 // One page as an item sees it.
 struct PageBlocks {
+  CodecId codec(Side side) const { return side == Side::kK ? codecs.k : codecs.v; }
+  const std::byte* block(Side side) const { return side == Side::kK ? k : v; }
+  const PqBook& book(Side side) const { return side == Side::kK ? k_book : v_book; }
+
   CodecPair codecs;
   const std::byte* k = nullptr;
   const std::byte* v = nullptr;

@@ -75,20 +75,14 @@ HWY_INLINE VF LoadOperand(const hwy::float16_t* p) {
 }
 
 // The hardware prefetchers lose a stream that jumps from block to block. So a kernel that reads a page's bytes fetches,
-// along with its own, those at the same offsets in the same block of the next two pages: the second one into L2, which
-// has room for enough outstanding misses, the first one from there into L1.
-// Integers, because a next page of another codec may end before these addresses do; prefetching never faults.
-struct Ahead {
-  uintptr_t near = 0;
-  uintptr_t far = 0;
-  HWY_INLINE Ahead operator+(size_t bytes) const { return {near + bytes, far + bytes}; }
-};
+// along with its own, those at the same offsets in the same block of the next page: into L2 only, which has room for
+// enough outstanding misses. An integer, because a next page of another codec may end before this address does;
+// prefetching never faults.
+using Ahead = uintptr_t;
+// Always inlined: GCC drops calls of functions that do nothing but prefetch.
 template <size_t kBytes>
 HWY_INLINE void Prefetch(Ahead ahead) {
-  for (size_t i = 0; i < kBytes; i += 64) {
-    __builtin_prefetch(reinterpret_cast<const void*>(ahead.near + i), 0, 3);
-    __builtin_prefetch(reinterpret_cast<const void*>(ahead.far + i), 0, 2);
-  }
+  for (size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(ahead + i), 0, 2);
 }
 
 // scores = q . k over columns of 32 tokens; k is [dim][32] of fp32 or halves, q [dim][R].

@@ -54,11 +54,11 @@ class Refiner {
     if (blocks[0] == nullptr) return;
     uint32_t tokens = TokensAtLimits(scores, x_.limits, threshold_, rows_);
     if (tokens == 0) return;
-    for (const std::byte* block : blocks) __builtin_prefetch(block + ScaleOffset());
+    for (const std::byte* block : blocks) __builtin_prefetch(block + ScaleOffset(), 0, 2);
     for (; tokens != 0; tokens &= tokens - 1) {
       const size_t t = static_cast<size_t>(std::countr_zero(tokens));
       for (const std::byte* block : blocks) {
-        for (size_t i = 0; i < dim_ / 2; i += 64) __builtin_prefetch(block + t * dim_ / 2 + i);
+        for (size_t i = 0; i < dim_ / 2; i += 64) __builtin_prefetch(block + t * dim_ / 2 + i, 0, 2);
       }
     }
   }

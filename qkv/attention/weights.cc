@@ -104,7 +104,7 @@ void AddTile(const AttentionShape& shape, std::span<const std::byte* const> k_bl
   };
   for (size_t page = 0; page < n_pages; ++page) {
     const auto* k = reinterpret_cast<const hwy::float16_t*>(k_blocks[page]);
-    const Ahead ahead{address(page + 1), address(page + 2)};
+    const Ahead ahead = address(page + 1);
     for (size_t block = 0; block < blocks.count; ++block) {
       const size_t first = blocks.First(block), count = blocks.Count(block);
       RunWithRows<ScoresOfPanel>(count, static_cast<const float*>(x.q + first * dim), k, ahead, dim, x.page);
