@@ -20,10 +20,11 @@ namespace qkv {
 namespace {
 
 constexpr CodecPair kExact = {CodecId::kF16, CodecId::kF16};
-constexpr int kVersion = 1;  // of the text and of how it is read; another one measures anew
-constexpr size_t kSamples = 2;
-constexpr size_t kPrefix = 384;
-constexpr size_t kScored = 96;
+constexpr int kVersion = 2;  // of the text and of how it is read; another one measures anew
+constexpr GateReading kReading = {.samples = 2, .prefix = 384, .scored = 96};
+constexpr GateReading kShortReading = {.samples = 1, .prefix = 128, .scored = 64};
+// Multiply-adds with weights, about 15 s of two cores: a model that needs more for kReading gets kShortReading.
+constexpr double kMaxWork = 2e12;
 constexpr size_t kMinScored = 8;
 constexpr size_t kMaxEntryBytes = 512;
 // How much more noise than the floor's a healthy codec may show: it is measured on few tokens.
@@ -61,7 +62,25 @@ QualityBound BoundOfPreset(std::string_view name) {
   return kBounds.back().second;
 }
 
+double MultiplyAddsPerToken(const HyperParams& params) {
+  const double embd = params.n_embd;
+  const double attention = 2.0 * (params.n_heads + params.n_kv_heads) * params.head_dim * embd;  // Q and out, K and V
+  return params.n_layers * (attention + 3.0 * embd * params.n_ff) + embd * params.n_vocab;
+}
+
 }  // namespace
+
+GateReading ReadingOf(const HyperParams& params, size_t n_tokens) {
+  const double work = MultiplyAddsPerToken(params) * static_cast<double>(kReading.tokens());
+  GateReading reading = work <= kMaxWork ? kReading : kShortReading;
+  // Small vocabularies make more tokens of the text, small contexts take fewer.
+  const size_t room =
+      std::min<size_t>(n_tokens / reading.samples, static_cast<size_t>(std::max(params.n_ctx_train, 0)));
+  reading.scored = std::min(reading.scored, room / 4);
+  if (reading.scored < kMinScored) return {};
+  reading.prefix = std::min(reading.prefix, room - reading.scored - 1);
+  return reading;
+}
 
 QualityBound BoundOf(const KvChoice& kv) {
   return kv == kExact ? QualityBound{} : BoundOfPreset(Presets()[PresetOf(kv)].name);
@@ -137,38 +156,41 @@ void QualityGate::Remember(const QualityVerdict& verdict) const {
 
 Result<QualityVerdict> QualityGate::Measure(const KvChoice& kv) {
   QKV_ASSIGN_OR_RETURN(const auto tokens, Vocab(*model_).Tokenize(QualityText(), false, false));
-  // Small vocabularies make more tokens of the text, small contexts take fewer.
-  const size_t room = std::min<size_t>(tokens.size() / kSamples, static_cast<size_t>(model_->params().n_ctx_train));
-  const size_t scored = std::min(kScored, room / 4);
-  if (scored < kMinScored) {
+  const GateReading reading = ReadingOf(model_->params(), tokens.size());
+  if (reading.scored == 0) {
     return Err(Code::kInvalidArgument,
                "the quality gate's text has {} tokens with this vocabulary, and the context "
                "size is {}: too few to measure (--quality-gate off)",
                tokens.size(), model_->params().n_ctx_train);
   }
-  const size_t prefix = std::min(kPrefix, room - scored - 1);
+  size_t done = 0;
+  const auto report = [&](size_t more) {
+    if (options_.on_progress) options_.on_progress(done + more, reading.tokens());
+  };
+  const auto read = [&](size_t n) {
+    done += n;
+    report(0);
+  };
+  read(0);
   ProbeOptions probe_options;
   probe_options.n_threads = options_.n_threads;
+  probe_options.n_batch = static_cast<int>(reading.scored);  // short steps, so that progress shows
+  probe_options.on_progress = [&](size_t n, size_t) { report(n); };
   std::vector<SampleScore> scores, noise;
-  const size_t steps = 3 * kSamples;
-  size_t done = 0;
-  const auto step = [&] {
-    ++done;
-    if (options_.on_progress) options_.on_progress(done, steps);
-  };
-  for (size_t i = 0; i < kSamples; ++i) {
-    const auto stretch = std::span(tokens).subspan(i * (tokens.size() / kSamples), prefix + scored + 1);
+  for (size_t i = 0; i < reading.samples; ++i) {
+    const auto stretch =
+        std::span(tokens).subspan(i * (tokens.size() / reading.samples), reading.prefix + reading.scored + 1);
     QKV_ASSIGN_OR_RETURN(const auto probe,
-                         HandoffProbe::Read(model_, stretch, static_cast<int>(prefix), probe_options));
-    step();
+                         HandoffProbe::Read(model_, stretch, static_cast<int>(reading.prefix), probe_options));
+    read(reading.prefix + reading.scored);
     QKV_ASSIGN_OR_RETURN(
         ProbeResult result,
         probe->Score({.kv = kv.codecs, .transform = {}, .groups = kv.groups, .calibration = options_.calibration}));
     scores.push_back(std::move(result.score));
-    step();
+    read(reading.scored);
     QKV_ASSIGN_OR_RETURN(SampleScore floor, probe->NoiseFloor());
     noise.push_back(std::move(floor));
-    step();
+    read(reading.scored);
   }
   const QualitySummary summary = Summarize(scores), floor = Summarize(noise);
   return QualityVerdict{.kv = kv,

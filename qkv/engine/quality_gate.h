@@ -3,8 +3,8 @@
 #pragma once
 
 // Keeps a lossy codec from hurting a model unnoticed. On first use of a model with a codec, a short text is read over
-// exact pages and over the codec's (a second or two for a small model); how far apart the answers are is kept in the
-// user's cache by model, codec and version of the measurement. What is beyond its bound is to be replaced by the next
+// exact pages and over the codec's (a second or two for a small model, some seconds for a large one); how far apart the
+// answers are is kept in the user's cache by model, codec and version of the measurement. What is beyond its bound is to be replaced by the next
 // better preset, or not to be handed over.
 //
 // One thread. Measuring makes sequences of its own beside whoever's; nothing of it changes what a sequence computes.
@@ -45,10 +45,22 @@ struct QualityVerdict {
   std::string Describe() const;  // "KL 0.31 (bound 0.050), top-1 61 % (bound 88 %)"
 };
 
+// What is read of the gate's text: `samples` stretches of `prefix` tokens, handed over, and `scored` ones behind each.
+struct GateReading {
+  size_t samples = 0;
+  size_t prefix = 0;
+  size_t scored = 0;  // 0: too few tokens to measure
+  // Which the model has to read: the prefix once, what is scored exactly, over the codec's pages, and for the noise.
+  size_t tokens() const { return samples * (prefix + 3 * scored); }
+};
+// Of a text of n_tokens. Models of billions of weights read a quarter of what others do. It depends on the model alone, not
+// on how fast this machine is, so that a codec is judged alike everywhere.
+GateReading ReadingOf(const HyperParams& params, size_t n_tokens);
+
 struct QualityGateOptions {
   std::string directory;  // of the cache; empty: remember nothing beyond this object. See CacheDirectory("quality")
   int n_threads = 2;
-  std::function<void(size_t done, size_t total)> on_progress;  // while measuring
+  std::function<void(size_t done, size_t total)> on_progress;  // while measuring, of tokens
   std::shared_ptr<const Calibration> calibration = {};         // `bal`: pages behind these matrices; may be null
 };
 

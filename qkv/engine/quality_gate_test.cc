@@ -69,6 +69,53 @@ TEST(QualityBounds, TheNoiseOfTheWeightsIsNotHeldAgainstACodec) {
   EXPECT_TRUE(verdict.Within());
 }
 
+TEST(GateReadings, DependOnTheModelAndLeaveRoom) {
+  // SmolLM2-135M, Llama-3.2-1B, Llama-2-7B.
+  const HyperParams small = {.n_vocab = 49152,
+                             .n_ctx_train = 8192,
+                             .n_embd = 576,
+                             .n_layers = 30,
+                             .n_heads = 9,
+                             .n_kv_heads = 3,
+                             .head_dim = 64,
+                             .n_ff = 1536};
+  const HyperParams medium = {.n_vocab = 128256,
+                              .n_ctx_train = 131072,
+                              .n_embd = 2048,
+                              .n_layers = 16,
+                              .n_heads = 32,
+                              .n_kv_heads = 8,
+                              .head_dim = 64,
+                              .n_ff = 8192};
+  const HyperParams large = {.n_vocab = 32000,
+                             .n_ctx_train = 4096,
+                             .n_embd = 4096,
+                             .n_layers = 32,
+                             .n_heads = 32,
+                             .n_kv_heads = 32,
+                             .head_dim = 128,
+                             .n_ff = 11008};
+  EXPECT_EQ(ReadingOf(small, 1100).tokens(), 1344u);
+  EXPECT_EQ(ReadingOf(medium, 1100).tokens(), 1344u);
+  EXPECT_EQ(ReadingOf(large, 1100).tokens(), 320u);
+  EXPECT_GE(ReadingOf(large, 1100).scored, 64u);
+  for (HyperParams params : {small, large}) {
+    for (int n_ctx : {0, 1, 31, 32, 33, 100, 193, 481, 4096}) {
+      params.n_ctx_train = n_ctx;
+      for (size_t n_tokens : {0, 1, 31, 32, 63, 64, 65, 200, 400, 962, 5000}) {
+        const GateReading reading = ReadingOf(params, n_tokens);
+        if (reading.scored == 0) continue;
+        const size_t stretch = reading.prefix + reading.scored + 1;
+        EXPECT_LE(stretch, n_tokens / reading.samples);
+        EXPECT_LE(stretch, static_cast<size_t>(n_ctx));
+        EXPECT_GE(reading.prefix, reading.scored);
+      }
+    }
+  }
+  EXPECT_EQ(ReadingOf(small, 63).scored, 0u);
+  EXPECT_GT(ReadingOf(small, 64).scored, 0u);
+}
+
 class Gate : public testing::TinyModelTest {
  protected:
   QualityGate NewGate(std::shared_ptr<const Model> model) {
