@@ -166,7 +166,7 @@ class ItemRun {
     queries_.Use(FrameOf(page));
     if (RunsOnCodes(page.codecs.k)) {
       ScoresOfCodes(pages, slot);
-      PrefetchScales(Side::kK, pages);
+      if (!RunsOnNibbles(page.codecs.k)) PrefetchBlock(pages, Side::kK);
     } else {
       CodecOf(page.codecs.k).unpack(Side::kK, page.k, plan_.shape.head_dim, x_.k_panel, &page.k_book);
       PanelScores(x_.k_panel, Ahead(), slot);
@@ -202,7 +202,7 @@ class ItemRun {
       outputs_empty_ = false;
       if (RunsOnCodes(pages[slot].codecs.v)) {
         ValuesOfCodes(pages.subspan(slot), slot, keep);
-        PrefetchScales(Side::kV, pages.subspan(slot));
+        if (!RunsOnNibbles(pages[slot].codecs.v)) PrefetchBlock(pages.subspan(slot), Side::kV);
         if (rotated && pages[slot].exact_first) AddFirstValue(pages[slot], slot);
         ++slot;
         continue;
@@ -313,12 +313,15 @@ class ItemRun {
   bool RunsOnCodes(CodecId) const {
     return false;
   }
+  bool RunsOnNibbles(CodecId) const {
+    return false;
+  }
   bool HasQuads() const {
     return false;
   }
   void ScoresOfCodes(std::span<const PageBlocks>, size_t) {}
   void ValuesOfCodes(std::span<const PageBlocks>, size_t, const float*) {}
-  void PrefetchScales(Side, std::span<const PageBlocks>) const {}
+  void PrefetchBlock(std::span<const PageBlocks>, Side) const {}
   void RefineScores(std::span<const PageBlocks> step) {
     refiner_.AddScores(step, scores_);
   }
@@ -348,18 +351,13 @@ class ItemRun {
   static Ahead AheadOf(std::span<const PageBlocks> pages, Side side) {
     return reinterpret_cast<Ahead>(pages[pages.size() > 1 ? 1 : 0].block(side));
   }
-  // The scales behind the codes of the next page, which the kernels leave out. To be called after a kernel, when the
-  // page's address translation has arrived: a prefetch that has to wait for it holds up everything.
-  HWY_INLINE void PrefetchScales(Side side, std::span<const PageBlocks> pages) const {
+  // All of the next page's block, in one burst. For nibbles before the kernel, which has no time for it; for others after
+  // it: the scales, which kernels leave out, and the codes once more, as not every prefetch in between seems to be heeded
+  // (docs/PERFORMANCE.md, What helped).
+  HWY_INLINE void PrefetchBlock(std::span<const PageBlocks> pages, Side side) const {
     if (pages.size() < 2) return;
-    const CodecId codec = pages[1].codec(side);
-    if (blocks::IsRotated(codec) && codec != CodecId::k8) return;  // PrefetchBlock has them
-    const size_t end = blocks::BlockBytes(codec, plan_.shape.head_dim);
-    for (size_t i = ScaleOffset(codec); i < end; i += 64) Prefetch<64>(AheadOf(pages, side) + i);
-  }
-  // For codecs whose block is expanded, or read by kernels that have no room for prefetches: all of it in one burst.
-  HWY_INLINE void PrefetchBlock(CodecId codec, Ahead ahead) const {
-    const size_t end = blocks::BlockBytes(codec, plan_.shape.head_dim);
+    const Ahead ahead = AheadOf(pages, side);
+    const size_t end = blocks::BlockBytes(pages[1].codec(side), plan_.shape.head_dim);
     for (size_t i = 0; i < end; i += 64) Prefetch<64>(ahead + i);
   }
   size_t ScaleOffset(CodecId codec) const {
@@ -413,7 +411,6 @@ class ItemRun {
     const CodecId codec = page.codec(side);
     const Ahead ahead = AheadOf(pages, side);
     if (!blocks::IsRotated(codec) || codec == CodecId::k8) return {page.block(side), ahead};
-    PrefetchBlock(codec, ahead);
     ExpandBlock(page, side);
     return ExpandedCodes();
   }
@@ -467,7 +464,7 @@ class ItemRun {
       }
     };
     if (!RunsOnNibbles(codec)) return run(ScoresOfQuads<ByteCodes>(), CodesOf(pages, Side::kK).at);
-    PrefetchBlock(codec, AheadOf(pages, Side::kK));
+    PrefetchBlock(pages, Side::kK);
     run(ScoresOfQuads<NibbleCodes>(), page.k);
   }
 
@@ -528,7 +525,7 @@ class ItemRun {
       }
     };
     if (!RunsOnNibbles(codec)) return run(ValuesOfBytes(), CodesOf(pages, Side::kV).at);
-    PrefetchBlock(codec, AheadOf(pages, Side::kV));
+    PrefetchBlock(pages, Side::kV);
     run(ValuesOfNibbles(), page.v);
   }
 
