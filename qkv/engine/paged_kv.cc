@@ -151,7 +151,6 @@ void PagedKv::Append(const std::vector<SegmentSpan>& spans) {
     }
     n_tokens_ += span.n_tokens;
   }
-  TakeConstantsOfRecords();
   all_verified_ = false;
   RebuildRefs();
 }
@@ -160,19 +159,10 @@ bool PagedKv::has_moved() const {
   return std::ranges::any_of(record_refs_, [](const PageRef& ref) { return ref.position_offset != 0; });
 }
 
-void PagedKv::TakeConstantsOfRecords() {
-  if (constants_fixed_) return;
-  const auto rotated = std::ranges::find_if(record_refs_, [](const PageRef& ref) { return ref.constants != nullptr; });
-  if (rotated == record_refs_.end()) return;
-  constants_.emplace(geometry_);
-  constants_->calibration_digest = calibration_digest_;
-  std::memcpy(constants_->halves.data(), rotated->constants, constants_->layout.bytes);
-  constants_fixed_ = true;
-}
-
-// So that whoever goes on from what is left does as this object does.
 void PagedKv::DropUnusedConstants() {
-  if (std::ranges::any_of(record_refs_, [](const PageRef& ref) { return ref.constants != nullptr; })) return;
+  for (size_t i = 0; i < records_.size(); ++i) {
+    if (records_[i].writer_serial >= 0 && record_refs_[i].constants != nullptr) return;
+  }
   constants_.reset();
   constants_fixed_ = false;
   // The open segment would pass the old ones on; it holds pages that were truncated away.
@@ -420,6 +410,7 @@ Result<std::vector<SegmentSpan>> PagedKv::SealAll() {
     place += record.tokens;
     spans.Add({record.segment, record.page}, {record.refinement, record.refinement_page}, record_refs_[i]);
   }
+  DropUnusedConstants();
   // Whose pages were all truncated away: nothing of this object reads them any more.
   std::erase_if(sealed_, [&](const Sealed& sealed) {
     return std::ranges::find(records_, sealed.segment, &PageRecord::segment) == records_.end();

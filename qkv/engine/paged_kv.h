@@ -6,8 +6,9 @@
 // A page that the tail has filled is encoded by a thread of this object while the next tokens are computed, and takes the
 // tail page's place kEncodeLagTokens later: late enough that nobody waits, and at a point that does not depend on timing.
 //
-// Rotated codecs need constants (page_encoder.h) that all pages of a context have in common. They are those of the first
-// rotated page there is, else they are taken from the tail when the first page goes to the encoder.
+// Rotated codecs need constants (page_encoder.h). They are taken from the tail when the first page since the last handoff
+// (Reset, SealAll) goes to the encoder: the same for who goes on as for whoever attaches. Not from what was handed over: the
+// keys of other texts have other means (docs/EVALUATION.md, Hops).
 //
 // A prompt's tokens may be grouped by importance (token_groups.h): they change places in the tail, so that from there on
 // pages of two codecs are pages like any others, and attention, which asks for no order among past tokens, reads them so.
@@ -174,9 +175,8 @@ class PagedKv {
   Status SettleFront();
   Status SettleSubmitted();
   int settled_tokens() const;
-  // Both are the owner's, with no job at the encoder.
-  void TakeConstantsOfRecords();  // if there are none yet, and a page that has them
-  void DropUnusedConstants();     // when no page needs them any more
+  // The owner's, with no job at the encoder: when no page that was written since the last handoff needs them.
+  void DropUnusedConstants();
   bool WritesRotated() const;
   // The tail's tokens at these positions, at most a page of them.
   TailPage CopyOfTokens(std::span<const int> positions);

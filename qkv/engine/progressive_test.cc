@@ -9,8 +9,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <numeric>
 
+#include "qkv/codec/half.h"
+#include "qkv/engine/page_encoder.h"
 #include "qkv/engine/peer.h"
 #include "qkv/engine/quality.h"
 #include "qkv/engine/sequence.h"
@@ -73,7 +76,7 @@ TEST(Progressive, AConsumerGoesOnBitForBitAsTheProducerDoes) {
       Read(*producer, {});
       Read(*consumer, {});
       EXPECT_EQ(Logits(*consumer), Logits(*producer));
-      // Far enough that pages of both are written with the constants of the first.
+      // Far enough that both write pages, with constants of their own.
       Read(*producer, SourceTokens(300, 80));
       Read(*consumer, SourceTokens(300, 80));
       Read(*producer, SourceTokens(900, 9));
@@ -102,6 +105,54 @@ TEST(Progressive, WhoGoesOnFromPlainPagesHandsItsOwnConstantsOn) {
   }
   EXPECT_EQ(Logits(*last), Logits(*middle));
   EXPECT_EQ(Checksums(PublishedBy(*last)), Checksums(PublishedBy(*middle)));
+}
+
+// How far the mean of a segment's keys is from the mean in `constants`, squared, as a share of their variance around it.
+double OffMean(const Segment& segment, const std::byte* constants) {
+  const Geometry& geometry = segment.geometry();
+  const ConstantsLayout layout(geometry);
+  std::vector<float> rows(static_cast<size_t>(kPageTokens) * geometry.head_dim), mean(geometry.head_dim);
+  double off = 0, variance = 0;
+  for (int layer = 0; layer < geometry.n_layers; ++layer) {
+    for (int head = 0; head < geometry.n_kv_heads; ++head) {
+      std::vector<double> sum(geometry.head_dim), squares(geometry.head_dim);
+      int n = 0;
+      for (int c = 0; c < geometry.head_dim; ++c) {
+        uint16_t half;
+        std::memcpy(&half, constants + layout.Offset(layer, head, Constant::kMeanK) + 2 * c, sizeof half);
+        mean[c] = FloatFromHalf(half);
+      }
+      for (size_t page = 0; page < segment.pages().size(); ++page) {
+        const int tokens = segment.pages()[page].tokens;
+        PlainRows(segment, page, nullptr, Side::kK, layer, head, tokens, rows.data());
+        n += tokens;
+        for (int i = 0; i < tokens * geometry.head_dim; ++i) {
+          const double from_mean = rows[i] - mean[i % geometry.head_dim];
+          sum[i % geometry.head_dim] += from_mean;
+          squares[i % geometry.head_dim] += from_mean * from_mean;
+        }
+      }
+      for (int c = 0; c < geometry.head_dim; ++c) {
+        off += sum[c] / n * sum[c] / n;
+        variance += squares[c] / n;
+      }
+    }
+  }
+  return off / variance;
+}
+
+TEST(Progressive, KeysOfAReaderAreCodedAroundTheirOwnMean) {
+  auto producer = NewSequence("4");
+  Read(*producer, SourceTokens(0, 200));
+  const Context parent = PublishedBy(*producer);
+  auto reader = NewSequence("4");
+  ASSERT_TRUE(reader->Attach(parent));
+  Read(*reader, SourceTokens(900, 64));
+  const Context context = PublishedBy(*reader);
+  ASSERT_EQ(context.segments.size(), 2u);
+  const Segment& own = *context.segments[1];
+  EXPECT_LT(OffMean(own, own.constants()), 1e-3);
+  EXPECT_GT(OffMean(own, parent.segments[0]->constants()), 1e-2);
 }
 
 TEST(Progressive, WhatWasTruncatedAwayLeavesNoConstantsBehind) {
