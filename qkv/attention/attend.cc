@@ -352,8 +352,8 @@ class ItemRun {
     return reinterpret_cast<Ahead>(pages[pages.size() > 1 ? 1 : 0].block(side));
   }
   // All of the next page's block, in one burst. For nibbles before the kernel, which has no time for it; for others after
-  // it: the scales, which kernels leave out, and the codes once more, as not every prefetch in between seems to be heeded
-  // (docs/PERFORMANCE.md, What helped).
+  // it: the scales, which kernels leave out, and the codes, for those kernels that fetched them in between once more, as not
+  // every prefetch seems to be heeded (docs/PERFORMANCE.md).
   HWY_INLINE void PrefetchBlock(std::span<const PageBlocks> pages, Side side) const {
     if (pages.size() < 2) return;
     const Ahead ahead = AheadOf(pages, side);
@@ -387,7 +387,7 @@ class ItemRun {
 
   // Of these, whether there is one for its codes as they are.
   bool RunsOnNibbles(CodecId codec) const {
-    return codec == CodecId::k4 && dim_ % 64 == 0;
+    return RunsOnBytes(codec) && codec == CodecId::k4 && dim_ % 64 == 0;
   }
 
   // A block's codes in the order of i8, and where the kernel on them is to prefetch.

@@ -74,8 +74,8 @@ HWY_INLINE VF LoadOperand(const hwy::float16_t* p) {
   return hn::PromoteTo(DF(), hn::LoadU(hn::Rebind<hwy::float16_t, DF>(), p));
 }
 
-// The hardware prefetchers lose a stream that jumps from block to block. So a kernel that reads a page's bytes fetches,
-// along with its own, those at the same offsets in the same block of the next page: into L2 only, which has room for
+// The hardware prefetchers lose a stream that jumps from block to block. So most kernels that read a page's bytes fetch,
+// along with their own, those at the same offsets in the same block of the next page: into L2 only, which has room for
 // enough outstanding misses. An integer, because a next page of another codec may end before this address does;
 // prefetching never faults.
 using Ahead = uintptr_t;

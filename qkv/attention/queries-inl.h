@@ -108,7 +108,7 @@ class Queries {
     QuantizeForI8(x_.q_channel, x_.q_channel_scale);
   }
 
-  // For ScoresOfBytes.
+  // For ScoresOfQuads.
   void MakeBytes() {
     if (bytes_ready_) return;
     bytes_ready_ = true;

@@ -73,6 +73,23 @@ TEST(Grouped, AConsumerGoesOnBitForBitAsTheProducerDoes) {
   }
 }
 
+TEST(Grouped, WhatIsCutBehindAHandoffLeavesThePagesBeforeIt) {
+  for (const std::string kv : {"tokens:40/i8/4", "tokens:20/8/4", "tokens:40/8/i8"}) {
+    SCOPED_TRACE(kv);
+    auto producer = NewSequence(kv);
+    Read(*producer, SourceTokens(50, 110));
+    auto consumer = AttachedTo(PublishedBy(*producer), kv);
+    for (Sequence* sequence : {producer.get(), consumer.get()}) {
+      Read(*sequence, SourceTokens(300, 80));  // two pages and some tokens
+      ASSERT_TRUE(sequence->Truncate(110 + 70));
+      Read(*sequence, {});
+      Read(*sequence, SourceTokens(600, 40));
+    }
+    EXPECT_EQ(Logits(*consumer), Logits(*producer));
+    EXPECT_EQ(Checksums(PublishedBy(*consumer)), Checksums(PublishedBy(*producer)));
+  }
+}
+
 TEST(Grouped, PagesOfOneGroupAreInOneCodecAndPositionsAreThoseOfTheText) {
   auto sequence = NewSequence("tokens:20/8/4");
   Read(*sequence, SourceTokens(0, 330));

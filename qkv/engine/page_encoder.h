@@ -3,8 +3,8 @@
 #pragma once
 
 // Turns fp16 pages (the tail's) into pages of a codec pair and, if it has one, its refinement: rows into the codecs' frame,
-// the exact first token left out, what the base lost into the plane beside it. And what rotated pages of a context need to
-// have in common: the mean keys, and the first token's own K and V.
+// the exact first token left out, what the base lost into the plane beside it. And what the rotated pages of a segment need
+// beside them: the mean keys, and the first token's own K and V.
 //
 // Pure functions over caller-owned memory; any thread.
 
@@ -25,8 +25,7 @@ struct F16Page {
   int tokens = 0;
 };
 
-// Of the tokens of `pages`, which are those that a context has at the time: the mean key per layer and head, rounded to
-// fp16. `at_zero`: the first page's first token is the context's first; it is left out of the mean, being unlike all
+// Of the tokens of `pages`, which are those that were not encoded yet: the mean key per layer and head, rounded to fp16. `at_zero`: the first page's first token is the context's first; it is left out of the mean, being unlike all
 // others, and its K and V are kept as they are. With nothing to average the mean is zero. As in every codec NaN counts as 0,
 // and what is beyond ±65504 as that.
 SegmentConstants ConstantsOf(const Geometry& geometry, std::span<const F16Page> pages, bool at_zero);

@@ -160,12 +160,11 @@ bool PagedKv::has_moved() const {
 }
 
 void PagedKv::DropUnusedConstants() {
-  for (size_t i = 0; i < records_.size(); ++i) {
-    if (records_[i].writer_serial >= 0 && record_refs_[i].constants != nullptr) return;
-  }
+  const auto unsealed = [](const PageRecord& record) { return record.writer_serial >= 0; };
+  if (std::ranges::any_of(records_, unsealed)) return;
   constants_.reset();
   constants_fixed_ = false;
-  // The open segment would pass the old ones on; it holds pages that were truncated away.
+  // The open segment would pass the old ones on; all its pages were truncated away.
   if (WritesRotated()) {
     writer_.reset();
     refinement_writer_.reset();
@@ -411,6 +410,7 @@ Result<std::vector<SegmentSpan>> PagedKv::SealAll() {
     spans.Add({record.segment, record.page}, {record.refinement, record.refinement_page}, record_refs_[i]);
   }
   DropUnusedConstants();
+  encoder_of_low_.reset();  // as for whoever attaches: groups are of the first tokens only
   // Whose pages were all truncated away: nothing of this object reads them any more.
   std::erase_if(sealed_, [&](const Sealed& sealed) {
     return std::ranges::find(records_, sealed.segment, &PageRecord::segment) == records_.end();

@@ -7,8 +7,8 @@
 // tail page's place kEncodeLagTokens later: late enough that nobody waits, and at a point that does not depend on timing.
 //
 // Rotated codecs need constants (page_encoder.h). They are taken from the tail when the first page since the last handoff
-// (Reset, SealAll) goes to the encoder: the same for who goes on as for whoever attaches. Not from what was handed over: the
-// keys of other texts have other means (docs/EVALUATION.md, Hops).
+// (Reset, SealAll) goes to the encoder: the same for who goes on as for whoever attaches. Not from what was handed over:
+// the keys of other texts have other means (docs/EVALUATION.md, Hops).
 //
 // A prompt's tokens may be grouped by importance (token_groups.h): they change places in the tail, so that from there on
 // pages of two codecs are pages like any others, and attention, which asks for no order among past tokens, reads them so.
@@ -175,7 +175,7 @@ class PagedKv {
   Status SettleFront();
   Status SettleSubmitted();
   int settled_tokens() const;
-  // The owner's, with no job at the encoder: when no page that was written since the last handoff needs them.
+  // The owner's, with no job at the encoder: when no page that was written since the last handoff is left.
   void DropUnusedConstants();
   bool WritesRotated() const;
   // The tail's tokens at these positions, at most a page of them.

@@ -87,7 +87,7 @@ TEST(Progressive, AConsumerGoesOnBitForBitAsTheProducerDoes) {
   }
 }
 
-TEST(Progressive, WhoGoesOnFromPlainPagesHandsItsOwnConstantsOn) {
+TEST(Progressive, RotatedPagesBehindPlainOnesAreReadByWhoeverGoesOn) {
   auto plain = NewSequence("i8");
   Read(*plain, SourceTokens(0, 70));
   const Context parent = PublishedBy(*plain);

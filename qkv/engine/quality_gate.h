@@ -50,7 +50,8 @@ struct GateReading {
   size_t samples = 0;
   size_t prefix = 0;
   size_t scored = 0;  // 0: too few tokens to measure
-  // Which the model has to read: the prefix once, what is scored exactly, over the codec's pages, and for the noise.
+  // Which the model has to read: the prefix once (grouped tokens: twice), and what is scored exactly, over the codec's
+  // pages, and for the noise.
   size_t tokens() const { return samples * (prefix + 3 * scored); }
 };
 // Of a text of n_tokens. Models of billions of weights read a quarter of what others do. It depends on the model alone, not

@@ -144,7 +144,9 @@ Result<std::unique_ptr<HandoffProbe>> HandoffProbe::Read(std::shared_ptr<const M
 // Read, grouped and handed over as a producer does, which sees the prefix's own queries.
 Result<ProbeResult> HandoffProbe::ScoreGroups(const ProbeCodec& codec) const {
   const std::vector<Token> prefix(exact_.card.token_ids().begin(), exact_.card.token_ids().end());
-  QKV_ASSIGN_OR_RETURN(const auto producer, NewSequence(model_, options_, codec, prefix.size()));
+  ProbeOptions options = options_;
+  options.on_progress = {};  // the prefix has been counted already
+  QKV_ASSIGN_OR_RETURN(const auto producer, NewSequence(model_, options, codec, prefix.size()));
   QKV_RETURN_IF_ERROR(producer->Forward(prefix));
   QKV_ASSIGN_OR_RETURN(const Context context, producer->Publish({}));
   ProbeResult result;
