@@ -4,8 +4,8 @@
 
 // Keeps a lossy codec from hurting a model unnoticed. On first use of a model with a codec, a short text is read over
 // exact pages and over the codec's (a second or two for a small model, some seconds for a large one); how far apart the
-// answers are is kept in the user's cache by model, codec and version of the measurement. What is beyond its bound is to be replaced by the next
-// better preset, or not to be handed over.
+// answers are is kept in the user's cache by model, codec and version of the measurement. What is beyond its bound is to
+// be replaced by the next better preset, or not to be handed over.
 //
 // One thread. Measuring makes sequences of its own beside whoever's; nothing of it changes what a sequence computes.
 
@@ -54,8 +54,8 @@ struct GateReading {
   // pages, and for the noise.
   size_t tokens() const { return samples * (prefix + 3 * scored); }
 };
-// Of a text of n_tokens. Models of billions of weights read a quarter of what others do. It depends on the model alone, not
-// on how fast this machine is, so that a codec is judged alike everywhere.
+// Of a text of n_tokens. Models of billions of weights read a quarter of what others do. It depends on the model alone,
+// not on how fast this machine is, so that a codec is judged alike everywhere.
 GateReading ReadingOf(const HyperParams& params, size_t n_tokens);
 
 struct QualityGateOptions {
