@@ -233,6 +233,8 @@ void Register() {
                              {kI8, kI4},
                              {kI4, kI4},
                              {kI4Z, kI4Z},
+                             {kI4Channel, kI4Z},
+                             {kI4Channel, kI4Channel},
                              {kI8Channel, kI8Channel},
                              {kI8Tensor, kI8Tensor},
                              {k8, k8},

@@ -28,6 +28,7 @@ namespace qkv::testing {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -276,7 +277,13 @@ TEST_F(Cli, WhatItDoesNotUnderstandIsNamedWithTheWayToHelp) {
   ExpectUsageError({"attach", "story", "--on-miss", "weep"}, "weep");
   ExpectUsageError({"generate", "-p", "hi", "--kv", "8", "--kv-bits", "4.3"}, "--kv excludes --kv-bits");
   ExpectUsageError({"generate", "-p", "hi", "--kv-bits", "0.5"}, "0.5");
+  ExpectUsageError({"generate", "-p", "hi", "--kv-bits", "nan"}, "nan");
+  ExpectUsageError({"generate", "-p", "hi", "--top-p", "nan"}, "nan");
+  ExpectUsageError({"attach", "story", "--calibration-kl", "nan"}, "nan");
+  ExpectUsageError({"calibrate", "--text", "text.txt", "-o", ""}, "--output");
   ExpectUsageError({"run", "flow.yaml", "--kv", "8", "--kv-bits", "4.3"}, "--kv excludes --kv-bits");
+  ExpectUsageError({"run", "flow.yaml", "--compare", "--kv", "8"}, "--compare excludes --kv");
+  ExpectUsageError({"run", "flow.yaml", "--compare", "--kv-bits", "4.3"}, "--compare excludes --kv-bits");
   ExpectUsageError({"attach", "story", "--refine", "1.5"}, "1.5");
   ExpectUsageError({"run", "flow.yaml", "--refine", "-1"}, "-1");
   ExpectUsageError({"attach"}, "context");
@@ -294,11 +301,21 @@ TEST_F(Cli, ABadValueIsNamed) {
   ExpectRefused({"generate", "-m", TestModelPath()}, {"no prompt"});
   ExpectRefused({"generate", "-m", TestModelPath(), "-f", "nowhere.txt"}, {"'nowhere.txt'", "No such file"});
   ExpectRefused({"generate", "-m", TestModelPath(), "-p", "hi", "--kv", "tokens:120/8/4"}, {"tokens", "from 1 to 99"});
+  ExpectRefused({"generate", "-m", TestModelPath(), "-p", "\xf4\x90\x80\x80"}, {"not UTF-8"});
   ExpectRefused({"broker", "--socket", "broker.sock", "--kv-budget", "much"}, {"--kv-budget", "'much'"});
   ExpectRefused({"run", "nowhere.yaml"}, {"nowhere.yaml", "No such file"});
   Write("flow.yaml", "agents:\n  - name: writer\n    prompt: Write.\n");
   ExpectRefused({"run", "flow.yaml", "-m", TestModelPath(), "--kv", "i9"}, {"'i9'", "i8-channel"});
   ExpectRefused({"run", "flow.yaml", "-m", TestModelPath(), "--kv-bits", "2"}, {"2 bits", "3.75"});
+  ExpectRefused({"run", "flow.yaml", "-m", TestModelPath(), "--kv", "layers:4.3"}, {"layers:4.3", "--kv-bits 4.3"});
+}
+
+TEST_F(Cli, WhatATextUnlikeAnyOtherTaughtIsNotKept) {
+  Write("text.txt", std::string(20000, 'a'));
+  ExpectRefused({"calibrate", "-m", TestModelPath(), "--text", "text.txt", "--tokens", "512", "--stretch", "256", "-o",
+                 "made.qkvbal"},
+                {"'text.txt'", "not kept", "mean KL"});
+  EXPECT_FALSE(std::filesystem::exists(Path("made.qkvbal")));
 }
 
 TEST_F(Cli, EveryCommandExplainsItselfWithAnExample) {
@@ -619,6 +636,8 @@ TEST_F(Cli, ATraceOfAFlowHasAllItsAgents) {
   const std::string metrics{std::istreambuf_iterator<char>(metrics_file), {}};
   EXPECT_THAT(metrics, HasSubstr(R"(qkvshare:handoffs_total{kv_type="i8",mode="attach",model_name=)"));
   EXPECT_THAT(metrics, HasSubstr("qkvshare:events_total{event=\"published\"} 1\n"));
+  // Two turns over i8: 64 channels and a scale of 16 bits.
+  EXPECT_THAT(metrics, ContainsRegex(R"(read_bits_per_value_sum\{kv_type="i8",model_name="[^"]*"\} 16.5)"));
   auto stages = StagesOf(Path("trace.json"));
   ASSERT_EQ(stages["publish"].size(), 1u);
   ASSERT_EQ(stages["first_attention"].size(), 1u);

@@ -1,10 +1,11 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Writes rows and what the codecs 3 to 8, +4 and 5/3 make of them to standard output, for tests/codec_reference.py to compare
-// with its own. Records, back to back, little-endian: int32 {codec, side (0 K, 1 V), head_dim, tokens, block bytes};
-// float32 rows, mean, rotated rows, encoded rows (for +4 what 4 bits left over, else the rotated rows); the block;
-// float32 decoded rows, decoded rows turned back. A mean is [head_dim] (0 for V), rows are [tokens][head_dim].
+// Writes rows and what the codecs 3 to 8, +4, 5/3, pq4 and pq2 make of them to standard output, for
+// tests/codec_reference.py to compare with its own. Records, back to back, little-endian: int32 {codec, side (0 K, 1
+// V), head_dim, tokens, block bytes, centroids}; float32 rows, mean, rotated rows, encoded rows (for +4 what 4 bits
+// left over, else the rotated rows); the block; the codebook, int8 first coordinates and second ones; float32 decoded
+// rows, decoded rows turned back. A mean is [head_dim] (0 for V), rows are [tokens][head_dim].
 
 #include <cmath>
 #include <cstdio>
@@ -16,6 +17,7 @@
 
 #include "qkv/codec/codec.h"
 #include "qkv/codec/frame.h"
+#include "qkv/codec/test_support.h"
 
 namespace qkv {
 namespace {
@@ -41,18 +43,22 @@ void WriteRecord(CodecId id, Side side, int head_dim, const std::vector<float>& 
     for (size_t i = 0; i < encoded.size(); ++i) encoded[i] -= decoded[i];
   }
   const Codec& codec = CodecOf(id);
-  codec.encode(side, encoded.data(), tokens, head_dim, block);
-  codec.decode(side, block, tokens, head_dim, decoded.data());
+  const PqCodebooks books = test::TestCodebooks({1, 1, head_dim});
+  const PqBook book = codec.needs_book ? books.book(id, 0, 0, side) : PqBook();
+  codec.encode(side, encoded.data(), tokens, head_dim, block, &book);
+  codec.decode(side, block, tokens, head_dim, decoded.data(), &book);
   FromRotated(decoded.data(), tokens, head_dim, side == Side::kK ? mean.data() : nullptr, back.data(), bands);
 
   const size_t bytes = codec.block_bytes(head_dim);
-  Write(
-      std::vector<int32_t>{static_cast<int32_t>(id), side == Side::kV, head_dim, tokens, static_cast<int32_t>(bytes)});
+  Write(std::vector<int32_t>{static_cast<int32_t>(id), side == Side::kV, head_dim, tokens, static_cast<int32_t>(bytes),
+                             book.n_centroids});
   Write(rows);
   Write(side == Side::kK ? mean : std::vector<float>(mean.size()));
   Write(rotated);
   Write(encoded);
   Write(std::vector<std::byte>(block, block + bytes));
+  Write(std::vector<int8_t>(book.first, book.first + book.n_centroids));
+  Write(std::vector<int8_t>(book.second, book.second + book.n_centroids));
   Write(decoded);
   Write(back);
 }
@@ -84,9 +90,9 @@ int main() {
         for (int t = 0; t < tokens; ++t) {
           for (int c = 0; c < head_dim; ++c) rows.push_back(kind(t, c));
         }
-        for (int id = static_cast<int>(CodecId::k3); id <= static_cast<int>(CodecId::kRefine4); ++id) {
-          for (const Side side : {Side::kK, Side::kV})
-            WriteRecord(static_cast<CodecId>(id), side, head_dim, rows, mean);
+        for (const CodecId id : {CodecId::k3, CodecId::k4, CodecId::k5, CodecId::k6, CodecId::k7, CodecId::k8,
+                                 CodecId::kRefine4, CodecId::kPq4, CodecId::kPq2}) {
+          for (const Side side : {Side::kK, Side::kV}) WriteRecord(id, side, head_dim, rows, mean);
         }
         WriteRecord(CodecId::kBands, Side::kK, head_dim, rows, mean);
       }

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The QKVShare authors
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs 3 to 8, +4 and 5/3 once more, in numpy and from docs/FORMAT.md §3 alone: the program tests/codec_blocks.cc writes
-rows and blocks, this recomputes every code and scale. Usage: codec_reference.py PATH_OF_CODEC_BLOCKS"""
+"""The codecs 3 to 8, +4, 5/3, pq4 and pq2 once more, in numpy and from docs/FORMAT.md §3 alone: the program
+tests/codec_blocks.cc writes rows and blocks, this recomputes every code and scale. Usage: codec_reference.py
+PATH_OF_CODEC_BLOCKS"""
 import collections
 import subprocess
 import sys
@@ -14,7 +15,7 @@ except ImportError:
 
 F = np.float32
 SEED = int.from_bytes(b"QKVShare", "little")
-NAMES = {7: "3", 8: "4", 9: "5", 10: "6", 11: "7", 12: "8", 13: "+4", 15: "5/3"}
+NAMES = {7: "3", 8: "4", 9: "5", 10: "6", 11: "7", 12: "8", 13: "+4", 14: "pq4", 15: "5/3", 17: "pq2"}
 
 
 def splitmix64(seed, count):
@@ -78,6 +79,35 @@ def mid_rise(y, bits, unit=None):
     return best_w, best_scale, np.array(errors)
 
 
+def product_quantized(y, book):
+    """Numbers of centroids [tokens][dim / 2], and scale [tokens], of book [2][n] (§3.7)."""
+    tokens, dim = y.shape
+    pairs = dim // 2
+    a, b = book.astype(F)
+    square = a * a + b * b
+    energy = np.zeros(tokens, F)
+    for channel in range(dim):
+        energy += y[:, channel] * y[:, channel]
+    r = np.sqrt(energy / F(dim))
+    best_gain, best_scale = np.zeros(tokens, F), np.zeros(tokens, F)
+    best_k = np.zeros((tokens, pairs), int)
+    for factor in (1, 1.1, 0.9, 0.8):
+        h = half(F(factor) * r / F(32))
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            u = y * np.where(h > 0, F(1) / h, F(0))[:, None]
+            k = (u[:, :pairs, None] * a + u[:, pairs:, None] * b - square / F(2)).argmax(axis=2)
+            products, squares = np.zeros(tokens, F), np.zeros(tokens, F)
+            for m in range(pairs):
+                products += y[:, m] * a[k[:, m]]
+                products += y[:, pairs + m] * b[k[:, m]]
+                squares += square[k[:, m]]
+            scale = half(products / squares)
+            gain = scale * (F(2) * products - scale * squares)
+        keep = (h > 0) & (gain > best_gain)
+        best_gain[keep], best_scale[keep], best_k[keep] = gain[keep], scale[keep], k[keep]
+    return best_k, best_scale
+
+
 def nearest(y):
     """8 bits: signed codes and scale."""
     scale = half(np.abs(y).max(axis=1) / F(127))
@@ -87,7 +117,15 @@ def nearest(y):
 
 
 def codes_of(block, codec, is_v, dim):
-    """All 32 tokens' codes [32][dim] and scales [32] of a block, by the letter of FORMAT.md."""
+    """All 32 tokens' codes [32][dim] (pq4, pq2: [32][dim / 2]) and scales [32] of a block, by FORMAT.md's letter."""
+    if codec in (14, 17):
+        t, m = np.meshgrid(np.arange(32), np.arange(dim // 2), indexing="ij")
+        i = dim * (t // 2) + 2 * m + t % 2 if is_v else 64 * (m // 2) + 2 * t + m % 2
+        if codec == 14:
+            codes, at = block[i].astype(int), 16 * dim
+        else:
+            codes, at = (block[64 * (i // 128) + i % 64] >> 4 * (i // 64 % 2) & 15).astype(int), 8 * dim
+        return codes, block[at : at + 64].view("<f2").astype(F)
     t, c = np.meshgrid(np.arange(32), np.arange(dim), indexing="ij")
     i = 2 * dim * (t // 2) + 2 * c + t % 2 if is_v else 64 * (c // 2) + 2 * t + c % 2
     if codec == 12:
@@ -113,7 +151,7 @@ def codes_of(block, codec, is_v, dim):
 
 
 def check(record, turn):
-    codec, is_v, dim, tokens, rows, mean, rotated, encoded, block, decoded, back = record
+    codec, is_v, dim, tokens, rows, mean, rotated, encoded, block, book, decoded, back = record
     # The frame, in double precision: within some roundings of the longest row.
     def near(found, expected, source):
         length = np.sqrt((source.astype(float) ** 2).sum(axis=1).max()) + np.sqrt((mean.astype(float) ** 2).sum())
@@ -127,6 +165,9 @@ def check(record, turn):
     if codec == 12:
         w, scale = nearest(y)
         values = scale[:, None] * w.astype(F)
+    elif codec in (14, 17):
+        w, scale = product_quantized(y, book)
+        values = scale[:, None] * np.concatenate((book[0][w], book[1][w]), axis=1).astype(F) + F(0)
     else:
         bits, unit = np.full(dim, 4 if codec == 13 else codec - 4), np.ones(dim, int)
         if codec == 15:
@@ -160,17 +201,18 @@ def main(program):
         return values
 
     while at < len(data):
-        codec, is_v, dim, tokens, n_bytes = take("<i4", 5)
+        codec, is_v, dim, tokens, n_bytes, n_centroids = take("<i4", 6)
         rows, mean = take("<f4", tokens, dim), take("<f4", dim)
         rotated, encoded = take("<f4", tokens, dim), take("<f4", tokens, dim)
-        block = take("u1", n_bytes)
+        block, book = take("u1", n_bytes), take("i1", 2, n_centroids)
         decoded, back = take("<f4", tokens, dim), take("<f4", tokens, dim)
         bands = codec == 15
         if (dim, bands) not in turns:
             turns[dim, bands] = rotation(dim, bands)
         name = f"{'V' if is_v else 'K'} {NAMES[codec]}, head dim {dim}, {tokens} tokens"
         try:
-            check((codec, is_v, dim, tokens, rows, mean, rotated, encoded, block, decoded, back), turns[dim, bands])
+            record = (codec, is_v, dim, tokens, rows, mean, rotated, encoded, block, book, decoded, back)
+            check(record, turns[dim, bands])
         except AssertionError as error:
             sys.exit(f"codec_reference: {name}: {error} differ")
         seen[NAMES[codec], dim] += tokens * dim

@@ -228,6 +228,26 @@ TEST_F(EvalProgram, EveryProtocolHasItsFields) {
   }
 }
 
+TEST_F(EvalProgram, TheHeadingSaysWhatIsScored) {
+  const auto heading = [&](const char* protocol) {
+    const std::string output = Eval({"--protocol", protocol, "--kv", "i8", "--hops", "2"}, "160").output;
+    return output.substr(0, output.find('\n'));
+  };
+  EXPECT_THAT(heading("handoff"), HasSubstr("prefix 160, scored 8 behind it"));
+  EXPECT_THAT(heading("hops"), HasSubstr("prefix 160, scored 8 per hop"));
+  EXPECT_THAT(heading("all"), HasSubstr("prefix 160, scored its second half"));
+  EXPECT_THAT(heading("passkey"), HasSubstr("prefix 160, scored the key's digits"));
+}
+
+TEST_F(EvalProgram, WhatWasRefinedIsInEveryTable) {
+  for (const char* protocol : {"handoff", "all", "hops"}) {
+    const Json json = Parsed(Eval({"--protocol", protocol, "--kv", "4+4", "--hops", "2", "--json"}, "160"));
+    const Json& row = json["results"][0];
+    ASSERT_TRUE(row.contains("refined_share")) << protocol;
+    EXPECT_NEAR(row["read_bits_per_value"], 4.5 * (1 + row["refined_share"].get<double>()), 1e-9) << protocol;
+  }
+}
+
 TEST_F(EvalProgram, PagesOfF16AreTheReferenceItself) {
   const Json json = Parsed(Eval({"--kv", "f16", "--json"}));
   EXPECT_EQ(json["results"][0]["kl_mean"], 0);
@@ -261,8 +281,13 @@ TEST_F(EvalProgram, WhatCannotBeMeasuredIsSaid) {
   refused({"eval", "-m", model_, "--text", dir_.path()}, "not a regular file");
   refused({"eval", "-m", model_, "--text", text_, "--kv", "i3"}, "i3");
   refused({"eval", "-m", model_, "--text", text_, "--kv", "like:q3_k"}, "like:q3_k");
+  const Ran like = Eval({"--protocol", "all", "--kv", "like:q8_0"});
+  EXPECT_EQ(like.status, 2);
+  EXPECT_THAT(like.errors, HasSubstr("not with 'all'"));
   refused({"eval", "-m", model_, "--text", text_, "--protocol", "gsm8k"}, "not a file of questions");
   refused({"eval", "-m", model_, "--text", text_, "--kv", "pq4"}, "make some with: qkvshare calibrate --codebooks");
+  refused({"eval", "-m", model_, "--text", text_, "--protocol", "splice", "--kv", "4"}, "--kv has no meaning");
+  refused({"eval", "-m", model_, "--text", text_, "--arm", "rotate"}, "--arm has no meaning for protocol 'handoff'");
   refused({"generate", "-m", model_, "-p", "x", "--kv", "pq2"}, "make some with: qkvshare calibrate --codebooks");
 }
 
@@ -276,8 +301,11 @@ TEST_F(EvalProgram, CalibrateWritesOneFileOrNothing) {
   EXPECT_THAT(learned.output, HasSubstr(".qkvpq"));
   EXPECT_EQ(Files(), 4u);
   const Json json = Parsed(Eval({"--kv", "pq4", "--kv", "k=pq4,v=pq2", "--kv", "tokens:random/20/8/pq2", "--json"}));
-  EXPECT_EQ(json["results"][0]["bits_per_value"], 4.5);  // a head of 32 channels: 4 bits and half a bit of scale
-  EXPECT_EQ(json["results"][1]["bits_per_value"], 3.5);
+  // A head of 32 channels: 4 bits and half a bit of scale; and once, for 64 tokens, a mean, a first key and a first
+  // value.
+  constexpr double kOnce = 3 * 16.0 / (2 * 64);
+  EXPECT_DOUBLE_EQ(json["results"][0]["bits_per_value"], 4.5 + kOnce);
+  EXPECT_DOUBLE_EQ(json["results"][1]["bits_per_value"], 3.5 + kOnce);
   const auto refused = [&](const std::string& name, const std::string& text, const char* why) {
     std::ofstream(dir_.path() + "/" + name, std::ios::binary) << text;
     for (const char* what : {"--threads=1", "--codebooks"}) {
@@ -314,10 +342,12 @@ TEST_F(EvalProgram, LayersAreMeasuredOnceAndBitsSpentOnThem) {
   EXPECT_EQ(Files(), 3u);
 
   // Two layers of two sides; 3 bits and a scale of 16 bits per 32 channels are 3.5, and each bit on one side 0.25 more.
+  // Stored besides, once for 64 tokens: constants (as above) and, for each layer's two heads, two bytes of its codecs.
+  constexpr double kOnce = 3 * 16.0 / (2 * 64) + 2 * 8.0 / (2 * 2 * 32 * 64);
   EXPECT_THAT(Eval({"--kv", "bal:layers:5"}).errors, HasSubstr("there is no calibration for this model"));
   const Json rows = Parsed(Eval({"--kv", "layers:5", "--kv", "layers:4.99", "--kv", "3", "--json"}))["results"];
-  EXPECT_EQ(rows[0]["bits_per_value"], 5.0);
-  EXPECT_EQ(rows[1]["bits_per_value"], 4.75);
+  EXPECT_DOUBLE_EQ(rows[0]["bits_per_value"], 5.0 + kOnce);
+  EXPECT_DOUBLE_EQ(rows[1]["bits_per_value"], 4.75 + kOnce);
   EXPECT_LT(rows[0]["kl_mean"].get<double>(), rows[2]["kl_mean"].get<double>());
   EXPECT_THAT(Eval({"--kv", "layers:3.4"}).errors, HasSubstr("3.4 bits per value, expected at least 3.5"));
 

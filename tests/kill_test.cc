@@ -55,7 +55,7 @@ std::shared_ptr<const Segment> WriteSegment(const std::string& id, size_t n_page
       for (size_t i = 0; i < bytes; ++i) out[i] = ByteOf(id, page, i);
     }));
   }
-  return test::Take(SegmentWriter::Seal(std::move(writer)));
+  return test::Take(SegmentWriter::Seal(writer));
 }
 
 // One full page of each segment counts in the card. The maker of segment i is parent i, or the context itself.

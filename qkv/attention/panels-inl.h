@@ -74,10 +74,10 @@ HWY_INLINE VF LoadOperand(const hwy::float16_t* p) {
   return hn::PromoteTo(DF(), hn::LoadU(hn::Rebind<hwy::float16_t, DF>(), p));
 }
 
-// The hardware prefetchers lose a stream that jumps from block to block. So most kernels that read a page's bytes fetch,
-// along with their own, those at the same offsets in the same block of the next page: into L2 only, which has room for
-// enough outstanding misses. An integer, because a next page of another codec may end before this address does;
-// prefetching never faults.
+// The hardware prefetchers lose a stream that jumps from block to block. So most kernels that read a page's bytes
+// fetch, along with their own, those at the same offsets in the same block of the next page: into L2 only, which has
+// room for enough outstanding misses. An integer, because a next page of another codec may end before this address
+// does; prefetching never faults.
 using Ahead = uintptr_t;
 // Always inlined: GCC drops calls of functions that do nothing but prefetch.
 template <size_t kBytes>
@@ -177,9 +177,9 @@ HWY_INLINE VF Exp2(VF x) {
 // A finite stand-in for minus infinity, so that a row that sees nothing subtracts no infinities.
 inline constexpr float kNoMaximum = -1e30f;
 
-// One step of the online softmax over n_tokens (a multiple of 32) scores per row, [rows][kScoreStride]: scores become weights relative to the
-// step's own maximum, in [0, 1], which keeps them well scaled for quantization; keep and gain bring earlier outputs and
-// this step's onto the running maximum.
+// One step of the online softmax over n_tokens (a multiple of 32) scores per row, [rows][kScoreStride]: scores become
+// weights relative to the step's own maximum, in [0, 1], which keeps them well scaled for quantization; keep and gain
+// bring earlier outputs and this step's onto the running maximum.
 inline HWY_NOINLINE void SoftmaxStep(size_t rows, size_t n_tokens, float* step_scores, const Scratch& x) {
   const DF d;
   for (size_t row = 0; row < rows; ++row) {

@@ -82,6 +82,7 @@ struct TurnReport {
   // Keys that attention saw in pages with a refinement plane, and how many of them it refined.
   uint64_t keys_with_refinement = 0;
   uint64_t keys_refined = 0;
+  double kv_bits_read = 0;  // of the pages, per value, on average; 0: no pages, or not said
 };
 
 struct AttachedContext {

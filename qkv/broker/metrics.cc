@@ -31,6 +31,8 @@ constexpr size_t kEvents = static_cast<size_t>(Event::Kind::kAlarmEnded) + 1;
 constexpr std::array<const char*, 5> kModes = {"none", "attach", "copy", "splice", "text"};
 const Histogram::BucketBoundaries kHandoffSeconds = {1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025,
                                                      0.05, 0.1,    0.25, 0.5,  1,      2.5,  5,    10};
+// Between what the codecs store, a reader's share of the refinement planes included.
+const Histogram::BucketBoundaries kBitsPerValue = {2, 3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8, 9, 12, 16};
 const Histogram::BucketBoundaries kTtftSeconds = {0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100};
 
 // Labels come from clients: a few short ones, in letters that every reader of the text can show.
@@ -77,6 +79,9 @@ struct BrokerMetrics::Impl {
                                          "Keys that attention saw in pages with a refinement plane", labels)),
           refined_keys(
               impl.NewCounter("qkvshare:refined_keys_total", "Of those, keys that it read at full width", labels)),
+          read_bits(impl.NewHistogram("qkvshare:read_bits_per_value",
+                                      "What attention read of the pages per value, on average over a turn", labels,
+                                      kBitsPerValue)),
           attach_seconds(impl.NewHistogram("qkvshare:attach_seconds", "Asking for a context until it is mapped", labels,
                                            kHandoffSeconds)),
           publish_seconds(impl.NewHistogram("qkvshare:publish_seconds",
@@ -91,7 +96,7 @@ struct BrokerMetrics::Impl {
     }
     Counter &reused, &recomputed, &copied, &refinable_keys, &refined_keys;
     std::array<Counter*, kModes.size()> handoffs{};
-    Histogram &attach_seconds, &publish_seconds, &ttft_seconds;
+    Histogram &read_bits, &attach_seconds, &publish_seconds, &ttft_seconds;
   };
   Series& SeriesOf(const TurnReport& report) {
     SeriesKey key(LabelOf(report.model), LabelOf(report.kv));
@@ -165,6 +170,7 @@ void BrokerMetrics::Count(const TurnReport& report) {
   series.recomputed.Increment(static_cast<double>(report.tokens_recomputed));
   series.refinable_keys.Increment(static_cast<double>(report.keys_with_refinement));
   series.refined_keys.Increment(static_cast<double>(report.keys_refined));
+  if (report.kv_bits_read > 0) series.read_bits.Observe(report.kv_bits_read);
   if (report.attach_seconds > 0) series.attach_seconds.Observe(report.attach_seconds);
   if (report.publish_seconds > 0) series.publish_seconds.Observe(report.publish_seconds);
   if (report.ttft_seconds > 0) series.ttft_seconds.Observe(report.ttft_seconds);

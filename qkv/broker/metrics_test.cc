@@ -31,7 +31,8 @@ TurnReport Attached() {
           .attach_seconds = 0.0006,
           .ttft_seconds = 0.3,
           .keys_with_refinement = 1000,
-          .keys_refined = 97};
+          .keys_refined = 97,
+          .kv_bits_read = 4.625};
 }
 TurnReport Damaged() {
   return {
@@ -45,8 +46,9 @@ TEST(Metrics, NameWhatUsersLookFor) {
        {"qkvshare:reused_tokens_total 0", "qkvshare:recomputed_tokens_total 0", "qkvshare:checksum_failures_total 0",
         "qkvshare:pool_bytes 0", "qkvshare:pool_budget_bytes 0", "qkvshare:contexts 0", "qkvshare:leases 0",
         "qkvshare:attach_seconds_bucket{le=\"0.0001\"} 0", "qkvshare:publish_seconds_count 0",
-        "qkvshare:time_to_first_token_seconds_sum 0", "qkvshare:events_total{event=\"evicted\"} 0",
-        "qkvshare:handoffs_total{mode=\"copy\"} 0", "qkvshare:refused_total{reason=\"pool_full\"} 0"}) {
+        "qkvshare:read_bits_per_value_count 0", "qkvshare:time_to_first_token_seconds_sum 0",
+        "qkvshare:events_total{event=\"evicted\"} 0", "qkvshare:handoffs_total{mode=\"copy\"} 0",
+        "qkvshare:refused_total{reason=\"pool_full\"} 0"}) {
     EXPECT_THAT(text, HasSubstr(name));
   }
   for (int i = 1; i <= static_cast<int>(Reason::kVersion); ++i) {  // before the first failure, so that a rate exists
@@ -79,6 +81,10 @@ TEST(Metrics, CountTurnsByWhatCameOfThem) {
   EXPECT_THAT(text, HasSubstr("qkvshare:publish_seconds_count 0\n"));
   EXPECT_THAT(text, HasSubstr("qkvshare:refinable_keys_total 2000\n"));
   EXPECT_THAT(text, HasSubstr("qkvshare:refined_keys_total 194\n"));
+  EXPECT_THAT(text, HasSubstr("qkvshare:read_bits_per_value_sum 9.25\n"));
+  EXPECT_THAT(text, HasSubstr("qkvshare:read_bits_per_value_count 2\n")) << "of those who said";
+  EXPECT_THAT(text, HasSubstr("qkvshare:read_bits_per_value_bucket{le=\"4.5\"} 0\n"));
+  EXPECT_THAT(text, HasSubstr("qkvshare:read_bits_per_value_bucket{le=\"5\"} 2\n"));
   const BrokerTotals totals = metrics.totals();
   EXPECT_EQ(totals.tokens_reused, 2u * 4065);
   EXPECT_EQ(totals.tokens_recomputed, 2u * 25 + 4090);

@@ -51,6 +51,7 @@ Status CheckReport(const BrokerRequest::Report& report) {
   constexpr uint64_t kMostBytes = uint64_t{1} << 48;
   constexpr double kMostSeconds = 1e6;
   constexpr uint64_t kMostKeys = uint64_t{1} << 52;  // counters are doubles
+  constexpr double kMostBits = 64;                   // per value; f16 has 16
   if (std::find(std::begin(kModes), std::end(kModes), report.mode()) == std::end(kModes)) {
     return Err(Code::kInvalidArgument, "report: unknown mode");
   }
@@ -68,6 +69,10 @@ Status CheckReport(const BrokerRequest::Report& report) {
   if (report.keys_with_refinement() > kMostKeys || report.keys_refined() > report.keys_with_refinement()) {
     return Err(Code::kInvalidArgument, "report: {} of {} keys refined, expected at most as many of at most {}",
                report.keys_refined(), report.keys_with_refinement(), kMostKeys);
+  }
+  if (!(report.kv_bits_read() >= 0 && report.kv_bits_read() <= kMostBits)) {
+    return Err(Code::kInvalidArgument, "report: {} bits read per value, expected 0 to {}", report.kv_bits_read(),
+               kMostBits);
   }
   for (const double seconds : {report.attach_seconds(), report.publish_seconds(), report.ttft_seconds()}) {
     if (!(seconds >= 0 && seconds <= kMostSeconds)) {
@@ -222,6 +227,7 @@ void ToWire(const TurnReport& report, BrokerRequest::Report* out) {
   out->set_kv(report.kv);
   out->set_keys_with_refinement(report.keys_with_refinement);
   out->set_keys_refined(report.keys_refined);
+  out->set_kv_bits_read(report.kv_bits_read);
 }
 
 TurnReport FromWire(const BrokerRequest::Report& report) {
@@ -238,7 +244,8 @@ TurnReport FromWire(const BrokerRequest::Report& report) {
           .model = report.model(),
           .kv = report.kv(),
           .keys_with_refinement = report.keys_with_refinement(),
-          .keys_refined = report.keys_refined()};
+          .keys_refined = report.keys_refined(),
+          .kv_bits_read = report.kv_bits_read()};
 }
 
 }  // namespace qkv

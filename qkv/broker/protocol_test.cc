@@ -163,7 +163,8 @@ TurnReport SomeReport() {
           .model = "tiny",
           .kv = "i8",
           .keys_with_refinement = 1000,
-          .keys_refined = 97};
+          .keys_refined = 97,
+          .kv_bits_read = 4.625};
 }
 
 TEST(Protocol, AReportArrivesAsItWas) {
@@ -186,6 +187,16 @@ TEST(Protocol, AReportArrivesAsItWas) {
   EXPECT_EQ(report.kv, "i8");
   EXPECT_EQ(report.keys_with_refinement, 1000u);
   EXPECT_EQ(report.keys_refined, 97u);
+  EXPECT_EQ(report.kv_bits_read, 4.625);
+}
+
+TEST(Protocol, AReportOfAClientThatDoesNotKnowBitsReadIsTaken) {
+  BrokerRequest request;
+  ToWire(SomeReport(), request.mutable_report());
+  request.mutable_report()->clear_kv_bits_read();
+  const auto decoded = DecodeRequest(request.SerializeAsString(), 0);
+  ASSERT_TRUE(decoded) << decoded.error().message;
+  EXPECT_EQ(FromWire(decoded->report()).kv_bits_read, 0);
 }
 
 TEST(Protocol, AReportCannotSpoilTheCounters) {
@@ -201,7 +212,10 @@ TEST(Protocol, AReportCannotSpoilTheCounters) {
       {"nan", [](auto& r) { r.set_publish_seconds(std::nan("")); }},
       {"infinite", [](auto& r) { r.set_ttft_seconds(HUGE_VAL); }},
       {"more refined than there are", [](auto& r) { r.set_keys_refined(1001); }},
-      {"too many keys", [](auto& r) { r.set_keys_with_refinement(UINT64_MAX); }}};
+      {"too many keys", [](auto& r) { r.set_keys_with_refinement(UINT64_MAX); }},
+      {"negative bits", [](auto& r) { r.set_kv_bits_read(-1); }},
+      {"bits that are no number", [](auto& r) { r.set_kv_bits_read(std::nan("")); }},
+      {"too many bits", [](auto& r) { r.set_kv_bits_read(65); }}};
   for (const auto& [what, change] : changes) {
     BrokerRequest request;
     ToWire(SomeReport(), request.mutable_report());

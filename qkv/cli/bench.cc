@@ -112,8 +112,8 @@ class DeepWriter {
   }
 
   // Returns the segment's index in the card.
-  Result<uint32_t> Add(std::unique_ptr<SegmentWriter> writer) {
-    QKV_ASSIGN_OR_RETURN(auto segment, SegmentWriter::Seal(std::move(writer)));
+  Result<uint32_t> Add(std::unique_ptr<SegmentWriter>& writer) {
+    QKV_ASSIGN_OR_RETURN(auto segment, SegmentWriter::Seal(writer));
     auto* named = deep_.card.add_segments();
     named->set_digest(segment->digest());
     named->set_bytes(segment->bytes());
@@ -123,7 +123,7 @@ class DeepWriter {
   }
 
   Status Seal() {
-    QKV_ASSIGN_OR_RETURN(const uint32_t index, Add(std::move(writer_)));
+    QKV_ASSIGN_OR_RETURN(const uint32_t index, Add(writer_));
     auto* span = deep_.card.add_spans();
     span->set_segment(index);
     span->set_n_pages(deep_.segments[index]->pages().size());
@@ -131,7 +131,7 @@ class DeepWriter {
     span->set_n_tokens(position_ - sealed_tokens_);
     sealed_tokens_ = position_;
     if (refinement_writer_ == nullptr) return {};
-    QKV_ASSIGN_OR_RETURN(const uint32_t refinement, Add(std::move(refinement_writer_)));
+    QKV_ASSIGN_OR_RETURN(const uint32_t refinement, Add(refinement_writer_));
     span->set_refinement_segment(refinement + 1);
     return {};
   }

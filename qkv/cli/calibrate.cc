@@ -5,6 +5,7 @@
 // are, and keeps that beside the model.
 
 #include <memory>
+#include <optional>
 
 #include "qkv/base/temp_dir.h"
 #include "qkv/cli/commands.h"
@@ -16,6 +17,7 @@
 #include "qkv/engine/codebooks.h"
 #include "qkv/engine/layer_sensitivity.h"
 #include "qkv/engine/peer.h"
+#include "qkv/engine/quality_gate.h"
 
 namespace qkv::cli {
 namespace {
@@ -74,6 +76,37 @@ Status RunLayers(const Options& options, const Model& given, std::span<const Tok
   return {};
 }
 
+// How far `kv` is from exact pages on the gate's text; nothing for a model that makes too little of that.
+Result<std::optional<QualityVerdict>> Try(const std::shared_ptr<const Model>& model, CodecPair kv,
+                                          QualityGateOptions options, int n_threads) {
+  Progress progress("trying");
+  options.n_threads = n_threads;
+  options.on_progress = [&](size_t done, size_t total) { progress.Update(done, total); };
+  auto verdict = QualityGate(model, std::move(options)).Check(kv);
+  if (!verdict && verdict.error().code == Code::kInvalidArgument) return std::nullopt;
+  if (!verdict) return tl::unexpected(std::move(verdict).error());
+  return *verdict;
+}
+
+// A text unlike what the model will read makes matrices that are worse than none, and codebooks that fit nothing: such are
+// not kept. `kv`, behind what was made, may have `most_worse` times the KL of plain 4-bit pages. Returns what is to be said
+// of good ones.
+Result<std::string> Tried(const Options& options, const std::shared_ptr<const Model>& model, CodecPair kv,
+                          const QualityGateOptions& made, double most_worse) {
+  constexpr CodecPair kPlain = {CodecId::k4, CodecId::k4};
+  const int n_threads = ThreadsOf(options.model);
+  QKV_ASSIGN_OR_RETURN(const auto with, Try(model, kv, made, n_threads));
+  QKV_ASSIGN_OR_RETURN(const auto plain, Try(model, kPlain, {}, n_threads));
+  if (!with || !plain) return "";
+  const std::string figures =
+      fmt::format("mean KL over another text {:.2g}, of plain 4 bits {:.2g}", with->kl, plain->kl);
+  if (with->kl <= most_worse * plain->kl + with->noise_kl) return "; " + figures;  // noise: few tokens are read
+  return Err(
+      Code::kInvalidArgument,
+      "what was learned from '{}' hurts this model, and is not kept ({}): give it text like what the model will read",
+      options.text, figures);
+}
+
 Status Run(const Options& options) {
   constexpr double kMostBytes = 0.2;
   QKV_ASSIGN_OR_RETURN(const std::string text, ReadTextFile(options.text));
@@ -105,18 +138,23 @@ Status Run(const Options& options) {
   const auto on_progress = [&](size_t done, size_t total) { progress.Update(done, total); };
   const int stretch = std::min(options.n_stretch(), model->params().n_ctx_train);
   if (options.codebooks) {
-    QKV_ASSIGN_OR_RETURN(const PqCodebooks codebooks,
+    QKV_ASSIGN_OR_RETURN(PqCodebooks learned,
                          LearnCodebooks(model, tokens, stretch, ThreadsOf(options.model), on_progress));
-    QKV_RETURN_IF_ERROR(WriteCodebooks(codebooks, path));
-    fmt::print("{}: {} tokens, {} layers x {} heads, codebooks {}\n", path, tokens.size(), codebooks.shape().n_layers,
-               codebooks.shape().n_kv_heads, codebooks.digest());
+    const auto codebooks = std::make_shared<const PqCodebooks>(std::move(learned));
+    QKV_ASSIGN_OR_RETURN(const std::string tried,
+                         Tried(options, model, {CodecId::kPq4, CodecId::kPq4}, {.codebooks = codebooks}, 2));
+    QKV_RETURN_IF_ERROR(WriteCodebooks(*codebooks, path));
+    fmt::print("{}: {} tokens, {} layers x {} heads, codebooks {}{}\n", path, tokens.size(),
+               codebooks->shape().n_layers, codebooks->shape().n_kv_heads, codebooks->digest(), tried);
     return {};
   }
-  QKV_ASSIGN_OR_RETURN(const Calibration calibration,
-                       Calibrate(model, tokens, stretch, ThreadsOf(options.model), on_progress));
-  QKV_RETURN_IF_ERROR(calibration.Write(*model, path));
-  fmt::print("{}: {} tokens, {} layers x {} heads\n", path, tokens.size(), calibration.geometry().n_layers,
-             calibration.geometry().n_kv_heads);
+  QKV_ASSIGN_OR_RETURN(Calibration learned, Calibrate(model, tokens, stretch, ThreadsOf(options.model), on_progress));
+  const auto calibration = std::make_shared<const Calibration>(std::move(learned));
+  QKV_ASSIGN_OR_RETURN(const std::string tried,
+                       Tried(options, model, {CodecId::k4, CodecId::k4}, {.calibration = calibration}, 1.25));
+  QKV_RETURN_IF_ERROR(calibration->Write(*model, path));
+  fmt::print("{}: {} tokens, {} layers x {} heads{}\n", path, tokens.size(), calibration->geometry().n_layers,
+             calibration->geometry().n_kv_heads, tried);
   return {};
 }
 
@@ -135,7 +173,9 @@ void AddCalibrate(CLI::App& app, int& status) {
       ->type_name("FILE");
   command->add_option("--text", options->text, "text like what the model will read")->required()->type_name("FILE");
   command->add_option("-o,--output", options->output, "where to (default: beside the model, under its weights' digest)")
-      ->type_name("FILE");
+      ->type_name("FILE")
+      ->check(CLI::Validator(
+          [](const std::string& path) { return path.empty() ? std::string("no file is named") : std::string(); }, ""));
   command
       ->add_option("--tokens", options->tokens, "tokens of the text that are read (default: 4096; with --layers 2048)")
       ->check(CLI::Range(1, 1 << 24));

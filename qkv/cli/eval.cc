@@ -18,6 +18,7 @@
 #include "qkv/cli/eval_peer.h"
 #include "qkv/cli/eval_samples.h"
 #include "qkv/cli/eval_splice.h"
+#include "qkv/cli/eval_table.h"
 #include "qkv/cli/options.h"
 #include "qkv/cli/progress.h"
 #include "qkv/engine/calibration.h"
@@ -121,6 +122,10 @@ class Evaluation {
         column.codec.kv = kExact;
         if (column.known_bits == 0) {
           return Err(Code::kInvalidArgument, "--kv: '{}' is not one of like:q8_0, like:q4_0, and those with :plain",
+                     kv);
+        }
+        if (options_.protocol == "all") {
+          return Err(Code::kInvalidArgument, "--kv {} goes with protocols that read a prefix exactly, not with 'all'",
                      kv);
         }
       } else if (kv.starts_with(kTokens)) {
@@ -350,6 +355,8 @@ class Evaluation {
         score.score = std::move(scores.single[hop]);
         QKV_RETURN_IF_ERROR(log_.Add(column.key, i, HopName("once", hop), score));
         score.score = std::move(scores.chain[hop]);
+        score.refined_share = scores.refined_share[hop];
+        score.read_bits = scores.read_bits[hop];
         QKV_RETURN_IF_ERROR(log_.Add(column.key, i, HopName("chain", hop), std::move(score)));
       }
     }
@@ -494,96 +501,36 @@ class Evaluation {
   size_t done_ = 0, total_ = 0;
 };
 
-// "1.71e-05 ± 3e-06"
-std::string WithError(const Json& row, const char* value, const char* se) {
-  const auto number = [&](const char* key) { return row[key].is_number() ? row[key].get<double>() : INFINITY; };
-  return fmt::format("{:.2e} ± {:.0e}", number(value), number(se));
-}
-
-std::string BitsText(const Json& row) {
-  if (!row.contains("bits_per_value")) return "";
-  std::string text = fmt::format("{:.2f}", row["bits_per_value"].get<double>());
-  if (row.contains("refined_share")) {
-    text += fmt::format(", {:.2f} read ({:.1f} % refined)", row["read_bits_per_value"].get<double>(),
-                        100 * row["refined_share"].get<double>());
+Status RunEval(const Options& options) {
+  if (options.protocol == "splice" || options.protocol == "recall") {
+    return RunSpliceEval({.model = options.model,
+                          .text = options.text,
+                          .weights = options.weights,
+                          .protocol = options.protocol,
+                          .arms = options.arms,
+                          .resume = options.resume,
+                          .samples = options.shape.samples,
+                          .n_threads = options.n_threads},
+                         options.json);
   }
-  return text;
-}
-
-void PrintTable(const Json& json) {
-  fmt::print("{}, weights {}, protocol {}: {} samples, prefix {}, scored {}\n\n", json["model"].get<std::string>(),
-             json["weights"].get<std::string>(), json["protocol"].get<std::string>(), json["samples"].get<int>(),
-             json["prefix"].get<int>(), json["score"].get<int>());
-  const Json& rows = json["results"];
-  const bool hops = rows.front().contains("hop");
-  const bool recall = rows.front().contains("recall");
-  const bool accuracy = rows.front().contains("accuracy");
-  fmt::print("| {}codec | bits per value | mean KL | p99 KL | top-1 | perplexity |{}\n", hops ? "hop | " : "",
-             hops       ? " mean KL after one handoff | ratio |"
-             : recall   ? " recall | of exact | whole | of exact |"
-             : accuracy ? " right | exact |"
-                        : " encode, decode ns per value |");
-  fmt::print("|{}---|---:|---:|---:|---:|---:|{}\n", hops ? "---:|" : "",
-             hops       ? "---:|---:|"
-             : recall   ? "---:|---:|---:|---:|"
-             : accuracy ? "---:|---:|"
-                        : "---:|");
-  for (const Json& row : rows) {
-    if (hops) fmt::print("| {} ", row["hop"].get<int>());
-    fmt::print("| `{}` | {} | {} | {:.1e} | {:.2f} ± {:.2f} % | {:+.2f} ± {:.2f} % |", row["kv"].get<std::string>(),
-               BitsText(row), WithError(row, "kl_mean", "kl_se"),
-               row["kl_p99"].is_number() ? row["kl_p99"].get<double>() : INFINITY, 100 * row["top1"].get<double>(),
-               100 * row["top1_se"].get<double>(),
-               row["nll_delta"].is_number() ? 100 * std::expm1(row["nll_delta"].get<double>()) : INFINITY,
-               row["nll_delta_se"].is_number() ? 100 * row["nll_delta_se"].get<double>() : INFINITY);
-    if (hops) {
-      fmt::print(" {} | {} |", WithError(row, "kl_mean_once", "kl_se_once"),
-                 row.contains("kl_vs_first") ? fmt::format("{:.2f} x/÷ {:.2f}", row["kl_vs_first"].get<double>(),
-                                                           row["kl_vs_first_se_factor"].get<double>())
-                                             : "");
-    } else if (recall) {
-      fmt::print(" {:.1f} ± {:.1f} % | {:.1f} % | {:.0f} % | {:.0f} % |", 100 * row["recall"].get<double>(),
-                 100 * row["recall_se"].get<double>(), 100 * row["recall_ref"].get<double>(),
-                 100 * row["whole"].get<double>(), 100 * row["whole_ref"].get<double>());
-    } else if (accuracy) {
-      fmt::print(" {:.1f} % | {:.1f} % |", 100 * row["accuracy"].get<double>(),
-                 100 * row["accuracy_ref"].get<double>());
-    } else {
-      fmt::print(" {} |", row.contains("encode_ns_per_value")
-                              ? fmt::format("{:.1f}, {:.1f}", row["encode_ns_per_value"].get<double>(),
-                                            row.value("decode_ns_per_value", 0.0))
-                              : "");
-    }
-    fmt::print("\n");
-  }
-}
-
-int RunSplice(const Options& options) {
-  SpliceEvalOptions splice{.model = options.model,
-                           .text = options.text,
-                           .weights = options.weights,
-                           .protocol = options.protocol,
-                           .arms = options.arms,
-                           .resume = options.resume,
-                           .samples = options.shape.samples,
-                           .n_threads = options.n_threads};
-  const Result<Json> json = EvalSplice(splice);
-  if (!json) return Fail(json.error());
-  fmt::print("{}",
-             options.json ? json->dump(2, ' ', false, Json::error_handler_t::replace) + "\n" : SpliceTable(*json));
-  return 0;
-}
-
-int RunEval(const Options& options) {
-  if (options.protocol == "splice" || options.protocol == "recall") return RunSplice(options);
-  const Result<Json> json = Evaluation(options).Run();
-  if (!json) return Fail(json.error());
+  QKV_ASSIGN_OR_RETURN(const Json json, Evaluation(options).Run());
   if (options.json) {
-    fmt::print("{}\n", json->dump(2, ' ', false, Json::error_handler_t::replace));
+    fmt::print("{}\n", json.dump(2, ' ', false, Json::error_handler_t::replace));
   } else {
-    PrintTable(*json);
+    PrintEvalTable(json);
   }
-  return 0;
+  return {};
+}
+
+// What a protocol would take no notice of is refused.
+Status CheckFlags(const CLI::App& command, const std::string& protocol) {
+  const bool spliced = protocol == "splice" || protocol == "recall";
+  const std::vector<const char*> others = spliced ? std::vector{"--kv", "--prefix", "--score"} : std::vector{"--arm"};
+  for (const char* flag : others) {
+    if (command.count(flag) > 0)
+      return Err(Code::kInvalidArgument, "{} has no meaning for protocol '{}'", flag, protocol);
+  }
+  return {};
 }
 
 }  // namespace
@@ -678,7 +625,11 @@ void AddEval(CLI::App& app, int& status) {
       ->check(CLI::Range(1, 1 << 16));
   command->add_flag("--json", options->json, "print one JSON object instead of a table");
   command->footer("Example: qkvshare eval --text wikitext-2-test.txt --kv balanced --kv small --samples 4 --json");
-  command->callback([options, &status] { status = RunEval(*options); });
+  command->callback([options, command, &status] {
+    Status done = CheckFlags(*command, options->protocol);
+    if (done) done = RunEval(*options);
+    status = done ? 0 : Fail(done.error());
+  });
 }
 
 }  // namespace qkv::cli

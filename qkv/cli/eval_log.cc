@@ -90,9 +90,8 @@ Result<EvalLog> EvalLog::Open(const std::string& path, const Json& settings) {
       } else {
         try {
           log.scores_[{json.at("kv"), json.at("sample"), json.at("part")}] = FromJson(json);
-        } catch (const Json::exception& error) {
-          return Err(Code::kInvalidArgument, "--resume: '{}' has a line that eval did not write ({})", path,
-                     error.what());
+        } catch (const Json::exception&) {
+          return Err(Code::kInvalidArgument, "--resume: '{}' has a line that eval did not write: {:.60}", path, line);
         }
       }
       whole = static_cast<uint64_t>(in.tellg());

@@ -326,18 +326,6 @@ class Evaluation {
   EvalLog log_;
 };
 
-}  // namespace
-
-std::vector<std::string> DefaultSpliceArms(const std::string& protocol) {
-  if (protocol == "recall") return {"none", "rotate", "hide", "repair=32", "repair=64", "full", "own:hide"};
-  return {"none",      "rotate", "hide",       "repair=32", "repair=64",     "random=38",
-          "rotate@i8", "full",   "own:rotate", "own:hide",  "own:repair=32", "auto"};
-}
-
-Result<Json> EvalSplice(const SpliceEvalOptions& options) {
-  return Evaluation(options).Run();
-}
-
 std::string SpliceTable(const Json& json) {
   const bool recall = json["protocol"] == "recall";
   std::string text = fmt::format("{}, weights {}, protocol {}\n", json["model"].get<std::string>(),
@@ -366,6 +354,20 @@ std::string SpliceTable(const Json& json) {
     }
   }
   return text;
+}
+
+}  // namespace
+
+std::vector<std::string> DefaultSpliceArms(const std::string& protocol) {
+  if (protocol == "recall") return {"none", "rotate", "hide", "repair=32", "repair=64", "full", "own:hide"};
+  return {"none",      "rotate", "hide",       "repair=32", "repair=64",     "random=38",
+          "rotate@i8", "full",   "own:rotate", "own:hide",  "own:repair=32", "auto"};
+}
+
+Status RunSpliceEval(const SpliceEvalOptions& options, bool json) {
+  QKV_ASSIGN_OR_RETURN(const Json found, Evaluation(options).Run());
+  fmt::print("{}", json ? found.dump(2, ' ', false, Json::error_handler_t::replace) + "\n" : SpliceTable(found));
+  return {};
 }
 
 }  // namespace qkv::cli

@@ -8,7 +8,6 @@
 //            the cases have passages that belong together, half have the first one from elsewhere in the text.
 //   recall   a fact is planted in each passage, and asked for behind both: is every digit the likeliest token?
 
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -29,10 +28,8 @@ struct SpliceEvalOptions {
 
 std::vector<std::string> DefaultSpliceArms(const std::string& protocol);
 
-// Measures what the log does not have yet. Errors: kInvalidArgument (the text is too short, an arm that nobody knows),
-// those of files and models.
-Result<nlohmann::ordered_json> EvalSplice(const SpliceEvalOptions& options);
-// As tables, one for each kind of case.
-std::string SpliceTable(const nlohmann::ordered_json& json);
+// Measures what the log does not have yet, and prints it: tables, one for each kind of case, or with `json` one object.
+// Errors: kInvalidArgument (the text is too short, an arm that nobody knows), those of files and models.
+Status RunSpliceEval(const SpliceEvalOptions& options, bool json);
 
 }  // namespace qkv::cli

@@ -6,15 +6,64 @@
 #include <map>
 #include <set>
 
+#include "qkv/cli/progress.h"
+#include "qkv/engine/cache_file.h"
 #include "qkv/engine/layer_sensitivity.h"
 
 namespace qkv::cli {
 namespace {
 
-Result<std::unique_ptr<HandoffQuality>> GateOf(const QualityFlags& flags, const Flow& flow,
-                                               std::shared_ptr<const Model> model) {
+struct ModelGate {
+  std::shared_ptr<const Model> model;
+  std::shared_ptr<const Calibration> calibration;  // null: keys are kept as they are
+  std::unique_ptr<HandoffQuality> quality;
+};
+
+Result<ModelGate> GateOf(const QualityFlags& flags, const Flow& flow, const RunOptions& run,
+                         std::shared_ptr<const Model> model) {
   QKV_ASSIGN_OR_RETURN(auto calibration, CalibrationOf({.balanced = flow.bal}, *model));
-  return std::make_unique<HandoffQuality>(flags, std::move(model), TotalThreads(flow), std::move(calibration));
+  auto quality = std::make_unique<HandoffQuality>(flags, model, TotalThreads(flow), calibration, run.refine);
+  return ModelGate{std::move(model), std::move(calibration), std::move(quality)};
+}
+
+uint64_t BytesOf(const Geometry& geometry, CodecPair codecs, int n_tokens) {
+  const auto n_pages = static_cast<uint64_t>((n_tokens + kPageTokens - 1) / kPageTokens);
+  const uint64_t plane = codecs.refine ? PageLayout(geometry, {CodecId::kRefine4, CodecId::kRefine4}).bytes : 0;
+  return n_pages * (PageLayout(geometry, codecs).bytes + plane);
+}
+
+// Its worker takes the best codecs within max_bytes. Better ones that the gate would rather have must keep to it as well.
+Status GateLimit(const QualityFlags& flags, const Flow& flow, const RunOptions& run, const ModelGate& gate,
+                 FlowAgent& agent) {
+  const auto best = BestWithinBytes(*gate.model, agent.max_bytes, flow.n_ctx);
+  if (!best) return {};  // the run will say so
+  Progress progress("quality gate");
+  QualityGate judge(gate.model, {.directory = CacheDirectory("quality"),
+                                 .n_threads = TotalThreads(flow),
+                                 .on_progress = [&](size_t done, size_t total) { progress.Update(done, total); },
+                                 .calibration = gate.calibration,
+                                 .refine = run.refine});
+  QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, judge.Check(*best));
+  if (verdict.Within()) return {};
+  const std::string found =
+      fmt::format("{}: agent '{}': codec '{}', the best within its max_bytes ({}), hurts this model: {}", flow.path,
+                  agent.name, ToString(*best), agent.max_bytes, verdict.Describe());
+  if (flags.gate == "warn") {
+    progress.Note("qkvshare: " + found);
+    return {};
+  }
+  QKV_ASSIGN_OR_RETURN(const QualityGate::Choice choice, judge.Choose(*best));
+  const uint64_t bytes = BytesOf(gate.model->geometry(), choice.kv.codecs.pair, flow.n_ctx);
+  if (bytes > agent.max_bytes) {
+    return Err(Code::kInvalidArgument, Reason::kQualityGate,
+               "{}; '{}' does not, and takes {} bytes for {} tokens: raise max_bytes, lower n_ctx, or take it as it is "
+               "with --quality-gate warn",
+               found, ToString(choice.kv), bytes, flow.n_ctx);
+  }
+  progress.Note(fmt::format("qkvshare: {}; using '{}' instead (--quality-gate)", found, ToString(choice.kv)));
+  agent.kv = choice.kv;
+  agent.max_bytes = 0;
+  return {};
 }
 
 }  // namespace
@@ -45,8 +94,8 @@ Status ApplyKvBits(double bits, const QualityFlags& flags, const Flow& flow, Run
   for (const std::string& path : paths) {
     QKV_ASSIGN_OR_RETURN(const auto model, Model::Load(path));
     QKV_ASSIGN_OR_RETURN(const PageCodecs best, BestWithinBits(*model, bits));
-    QKV_ASSIGN_OR_RETURN(const auto gate, GateOf(flags, flow, model));
-    QKV_ASSIGN_OR_RETURN(const KvChoice chosen, gate->Choose(best));
+    QKV_ASSIGN_OR_RETURN(const ModelGate gate, GateOf(flags, flow, run, model));
+    QKV_ASSIGN_OR_RETURN(const KvChoice chosen, gate.quality->Choose(best));
     if (chosen == best) continue;
     run.kv = chosen;
     run.kv_bits = 0;
@@ -57,25 +106,28 @@ Status ApplyKvBits(double bits, const QualityFlags& flags, const Flow& flow, Run
 
 Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run) {
   if (flags.gate == "off") return {};
-  std::map<std::string, std::unique_ptr<HandoffQuality>> gates;  // by model
+  std::map<std::string, ModelGate> gates;  // by model
   for (const FlowAgent& agent : flow.agents) {
     const std::string& path = agent.model.empty() ? flow.model : agent.model;
     if (path.empty() || gates.contains(path)) continue;
     auto model = Model::Load(path);
     if (!model) continue;  // the run will say so, and by whom it is needed
-    QKV_ASSIGN_OR_RETURN(gates[path], GateOf(flags, flow, *std::move(model)));
+    QKV_ASSIGN_OR_RETURN(gates[path], GateOf(flags, flow, run, *std::move(model)));
   }
   for (FlowAgent& agent : flow.agents) {
-    if (!agent.kv) continue;
     const auto gate = gates.find(agent.model.empty() ? flow.model : agent.model);
     if (gate == gates.end()) continue;
-    QKV_ASSIGN_OR_RETURN(agent.kv, gate->second->Choose(*agent.kv));
+    if (agent.max_bytes > 0) {
+      QKV_RETURN_IF_ERROR(GateLimit(flags, flow, run, gate->second, agent));
+    } else if (agent.kv) {
+      QKV_ASSIGN_OR_RETURN(agent.kv, gate->second.quality->Choose(*agent.kv));
+    }
   }
   if (run.kv_bits > 0) return {};
   // The run's own codecs hold for every agent that has none: what is good enough for all models.
   const auto for_all = [&](KvChoice kv) -> Result<KvChoice> {
     for (const auto& [path, gate] : gates) {
-      QKV_ASSIGN_OR_RETURN(kv, gate->Choose(kv));
+      QKV_ASSIGN_OR_RETURN(kv, gate.quality->Choose(kv));
     }
     return kv;
   };

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -75,13 +76,22 @@ void ModelOptions::AddTo(CLI::App& app) {
          "instead of --kv: the best codecs that take at most this many bits per value, by layer where 'calibrate "
          "--layers' has measured the model")
       ->type_name("BITS")
-      ->check(CLI::Range(1.0, 16.0))
+      ->check(Within(1.0, 16.0))
       ->excludes(kv_option);
   AddRefineOption(app, refine);
   app.add_flag(
       "--bal", balanced,
       "multiply keys by the matrices that 'qkvshare calibrate' made for this model: less loss at the same bits, for "
       "readers that do the same; such contexts can't be spliced");
+}
+
+CLI::Validator Within(double low, double high) {
+  const auto check = [=](const std::string& text) -> std::string {
+    double value = std::nan("");
+    if (CLI::detail::lexical_cast(text, value) && value >= low && value <= high) return {};
+    return fmt::format("Value {} not in range [{} - {}]", text, low, high);
+  };
+  return {check, fmt::format("FLOAT in [{} - {}]", low, high)};
 }
 
 void AddRefineOption(CLI::App& app, double& refine) {
@@ -91,7 +101,7 @@ void AddRefineOption(CLI::App& app, double& refine) {
          "the largest (0: none)")
       ->type_name("SHARE")
       ->capture_default_str()
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(Within(0.0, 1.0));
 }
 
 Result<std::optional<double>> ParseLayerBits(const std::string& kv) {
@@ -135,16 +145,16 @@ void TurnOptions::AddTo(CLI::App& app) {
   app.add_flag("--ignore-eos", ignore_eos, "go on past the end-of-generation token");
   app.add_option("--temp", sampling.temperature, "temperature (0: greedy)")
       ->capture_default_str()
-      ->check(CLI::Range(0.0, 100.0));
+      ->check(Within(0.0, 100.0));
   app.add_option("--top-k", sampling.top_k, "sample among the k best (0: off)")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);
   app.add_option("--top-p", sampling.top_p, "sample among the best that make up p (1: off)")
       ->capture_default_str()
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(Within(0.0, 1.0));
   app.add_option("--min-p", sampling.min_p, "drop tokens below p times the best (0: off)")
       ->capture_default_str()
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(Within(0.0, 1.0));
   app.add_option("-s,--seed", sampling.seed, "seed of the sampler")->capture_default_str();
   app.add_flag("--json", json, "print one JSON object instead of streaming text");
   app.add_flag("--stats", stats, "behind the answer, on stderr: times, memory, and what was read of the pages");

@@ -64,6 +64,8 @@ Result<std::unique_ptr<BrokerClient>> ConnectBroker(const std::string& socket);
 
 int ThreadsOf(const ModelOptions& options);  // all cores where nothing was said
 Result<std::string> FindModel(const std::string& given);
+// A number in [low, high]. CLI::Range lets NaN through.
+CLI::Validator Within(double low, double high);
 // Adds --refine, of a reader of pages with refinement planes.
 void AddRefineOption(CLI::App& app, double& refine);
 

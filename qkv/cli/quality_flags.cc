@@ -27,7 +27,7 @@ void QualityFlags::AddTo(CLI::App& app, bool reads_pages) {
       ->check(CLI::Range(0, 4096));
   app.add_option("--calibration-kl", calibration_kl, "read the context as text when their mean KL is beyond this")
       ->capture_default_str()
-      ->check(CLI::Range(0.0, 1e6));
+      ->check(Within(0.0, 1e6));
 }
 
 class HandoffQuality::Shown {
@@ -40,15 +40,14 @@ class HandoffQuality::Shown {
 };
 
 HandoffQuality::HandoffQuality(const QualityFlags& flags, std::shared_ptr<const Model> model, int n_threads,
-                               std::shared_ptr<const Calibration> calibration)
+                               std::shared_ptr<const Calibration> calibration, double refine)
     : flags_(flags),
-      model_(std::move(model)),
-      n_threads_(n_threads),
       shown_(std::make_unique<Shown>()),
-      gate_(model_, {.directory = CacheDirectory("quality"),
-                     .n_threads = n_threads,
-                     .on_progress = [this](size_t done, size_t total) { shown_->Update(done, total); },
-                     .calibration = std::move(calibration)}) {}
+      gate_(std::move(model), {.directory = CacheDirectory("quality"),
+                               .n_threads = n_threads,
+                               .on_progress = [this](size_t done, size_t total) { shown_->Update(done, total); },
+                               .calibration = std::move(calibration),
+                               .refine = refine}) {}
 HandoffQuality::~HandoffQuality() = default;
 
 Result<KvChoice> HandoffQuality::Choose(const KvChoice& kv) {
@@ -77,14 +76,12 @@ Status HandoffQuality::Admit(const Context& context) {
     }
   }
   if (flags_.calibration_tokens == 0) return {};
-  // What cannot be attached is refused where it is attached.
-  const auto score = CompareContinuation(model_, context, flags_.calibration_tokens, n_threads_);
-  if (!score) return {};
-  calibration_ = Summarize(std::span(&*score, 1));
+  QKV_ASSIGN_OR_RETURN(const SampleScore score, gate_.CompareContinuation(context, flags_.calibration_tokens));
+  calibration_ = Summarize(std::span(&score, 1));
   const std::string figures = fmt::format(
       "{} tokens over its pages and over exact ones: mean KL {:.2g} (at most {:.2g}), "
       "same first choice {:.1f} %",
-      score->n(), calibration_->kl.value, flags_.calibration_kl, 100 * calibration_->top1.value);
+      score.n(), calibration_->kl.value, flags_.calibration_kl, 100 * calibration_->top1.value);
   shown_->Note(fmt::format("context '{}': {}", context.card.id(), figures));
   if (calibration_->kl.value <= flags_.calibration_kl) return {};
   return Err(Code::kIncompatible, Reason::kQualityGate, "{}", figures);

@@ -26,16 +26,16 @@ struct QualityFlags {
 // One model's gate, by these flags. Says on stderr what it finds amiss, and on a terminal how far it is.
 class HandoffQuality {
  public:
-  // calibration: of --bal, or null.
+  // calibration: of --bal, or null. refine: of --refine.
   HandoffQuality(const QualityFlags& flags, std::shared_ptr<const Model> model, int n_threads,
-                 std::shared_ptr<const Calibration> calibration = {});
+                 std::shared_ptr<const Calibration> calibration, double refine = kDefaultRefine);
   ~HandoffQuality();
 
   // What is to be written where `kv` was asked for: itself, or with "enforce" the next better preset that is within its
   // bound. Errors: the gate's.
   Result<KvChoice> Choose(const KvChoice& kv);
 
-  // For Agent::AdmitBy. Error: kIncompatible/quality_gate, with the figures.
+  // For Agent::AdmitBy. Errors: kIncompatible/quality_gate, with the figures; the gate's.
   Status Admit(const Context& context);
 
   // Of the last context that was admitted or refused after --calibration-tokens.
@@ -44,8 +44,6 @@ class HandoffQuality {
  private:
   class Shown;
   const QualityFlags flags_;
-  const std::shared_ptr<const Model> model_;
-  const int n_threads_;
   std::unique_ptr<Shown> shown_;
   QualityGate gate_;
   std::optional<QualitySummary> calibration_;

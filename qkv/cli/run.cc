@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "qkv/cli/commands.h"
@@ -87,15 +88,23 @@ Result<int> Run(const Options& options) {
   }
   FlowScreen screen(options.quiet);
   run.mode = options.mode == "text" ? FlowMode::kText : FlowMode::kHandoff;
+  run.refine = options.refine;
   if (!options.kv.empty()) {
+    QKV_ASSIGN_OR_RETURN(const std::optional<double> bits, ParseLayerBits(options.kv));
+    if (bits) {
+      return Err(
+          Code::kInvalidArgument,
+          "--kv {}: such codecs are made for one model, and a flow may have several; --kv-bits {} takes them for "
+          "each model that 'calibrate --layers' has measured",
+          options.kv, *bits);
+    }
     QKV_ASSIGN_OR_RETURN(run.kv, ParseKvChoice(options.kv));
   }
   const bool hands_over = options.compare || run.mode == FlowMode::kHandoff;
   if (hands_over) QKV_RETURN_IF_ERROR(CheckBalance(flow, run));
-  if (options.kv_bits > 0 && !options.compare && run.mode == FlowMode::kHandoff) {
+  if (options.kv_bits > 0 && run.mode == FlowMode::kHandoff) {
     QKV_RETURN_IF_ERROR(ApplyKvBits(options.kv_bits, options.quality, flow, run));
   }
-  run.refine = options.refine;
   if (hands_over) QKV_RETURN_IF_ERROR(GateFlow(options.quality, flow, run));
   run.socket = options.socket;
   run.trace = !options.trace_file.empty();
@@ -155,8 +164,8 @@ void AddRun(CLI::App& app, int& status) {
                    "text for an input of the flow, NAME=TEXT or NAME=@FILE; again for another, or for a list")
       ->type_name("NAME=VALUE")
       ->allow_extra_args(false);
-  command->add_flag("--compare", options->compare,
-                    "run it with text handoff as well, then with each codec, and print both");
+  auto* compare_flag = command->add_flag("--compare", options->compare,
+                                         "run it with text handoff as well, then with each codec, and print both");
   command->add_option("--mode", options->mode, "without --compare: how contexts go from agent to agent")
       ->check(CLI::IsMember({"handoff", "text"}))
       ->capture_default_str();
@@ -182,15 +191,20 @@ void AddRun(CLI::App& app, int& status) {
       ->check(CLI::Range(1, 1 << 24));
   command->add_option("-t,--threads", options->n_threads, "threads of all agents together; overrides the flow's")
       ->check(CLI::Range(1, 256));
-  auto* kv_option = command->add_option("--kv", options->kv, "without --compare: codec of the pages, as of generate")
-                        ->type_name("CODEC");
+  auto* kv_option = command
+                        ->add_option("--kv", options->kv,
+                                     "without --compare: codec of the pages, as of generate but for layers:BITS, whose "
+                                     "place --kv-bits takes")
+                        ->type_name("CODEC")
+                        ->excludes(compare_flag);
   command
       ->add_option("--kv-bits", options->kv_bits,
-                   "instead of --kv: the best codecs that take at most this many bits per value, by layer where "
-                   "'calibrate --layers' has measured the model")
+                   "without --compare, instead of --kv: the best codecs that take at most this many bits per value, by "
+                   "layer where 'calibrate --layers' has measured the model")
       ->type_name("BITS")
-      ->check(CLI::Range(1.0, 16.0))
-      ->excludes(kv_option);
+      ->check(Within(1.0, 16.0))
+      ->excludes(kv_option)
+      ->excludes(compare_flag);
   AddRefineOption(*command, options->refine);
   command->add_flag("--bal", options->balanced,
                     "multiply keys that are handed over by the matrices that 'qkvshare calibrate' made for each model "

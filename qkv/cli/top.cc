@@ -112,7 +112,7 @@ void AddTop(CLI::App& app, int& status) {
   AddSocketOption(*command, options->socket);
   command->add_option("--interval", options->interval, "seconds between two looks")
       ->capture_default_str()
-      ->check(CLI::Range(0.1, 3600.0));
+      ->check(Within(0.1, 3600.0));
   command->add_flag("--json", options->json, "print one look as JSON and end");
   command->footer("In a terminal until Ctrl-C; into a pipe or a file one look.\nExample: qkvshare top --interval 0.5");
   command->callback([options, &status] { status = Run(*options); });

@@ -12,7 +12,7 @@ namespace qkv::cli {
 
 namespace {
 
-std::string StatsText(const TurnResult& result) {
+std::string StatsText(const TurnResult& result, double refine) {
   constexpr double kMiB = 1 << 20;
   const size_t n_out = result.output_tokens.size();
   std::string text = fmt::format("qkvshare: read {} tokens in {:.0f} ms, took over {}; first token after {:.0f} ms",
@@ -27,6 +27,7 @@ std::string StatsText(const TurnResult& result) {
   }
   if (result.keys_with_refinement > 0)
     text += fmt::format(", {:.1f} % of the keys refined", 100 * result.refined_share());
+  if (refine == 0 && result.kv_bits_read < result.kv_bits_stored) text += ", the base planes alone";
   if (result.tokens_grouped > 0) {
     text += fmt::format("\nqkvshare: {} tokens grouped by importance, {} of them dropped", result.tokens_grouped,
                         result.tokens_dropped);
@@ -112,7 +113,7 @@ int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const Qu
   const std::chrono::duration<double, std::milli> load_ms = std::chrono::steady_clock::now() - start;
   const auto calibration = CalibrationOf(model_options, **model);
   if (!calibration) return Fail(calibration.error());
-  HandoffQuality checks(quality, *model, ThreadsOf(model_options), *calibration);
+  HandoffQuality checks(quality, *model, ThreadsOf(model_options), *calibration, model_options.refine);
   auto kv = ChooseCodecs(model_options, model->get());
   if (kv) kv = checks.Choose(*kv);
   if (!kv) return Fail(kv.error());
@@ -144,7 +145,7 @@ int RunTurn(const ModelOptions& given_options, const TurnOptions& turn, const Qu
   }
   if (turn.stats) {
     std::fflush(stdout);
-    fmt::print(stderr, "{}", StatsText(*result));
+    fmt::print(stderr, "{}", StatsText(*result, model_options.refine));
   }
   if (result->mode != HandoffMode::kAttach && result->reason != Reason::kNone) {
     fmt::print(stderr, "qkvshare: read as text ({}): {}\n", ReasonName(result->reason), result->reason_detail);

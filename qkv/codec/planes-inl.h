@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Planes of 3 to 7 bits, and of two bands (codec/blocks.h), to the bytes of an i8 block and back, for codec/simd.cc and qkv/attention:
-// once expanded, a block of any width is an i8 block. Compiled once per SIMD target.
+// Planes of 3 to 7 bits, and of two bands (codec/blocks.h), to the bytes of an i8 block and back, for codec/simd.cc and
+// qkv/attention: once expanded, a block of any width is an i8 block. Compiled once per SIMD target.
 
 #if defined(QKV_CODEC_PLANES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_CODEC_PLANES_INL_H_

@@ -335,6 +335,7 @@ Status Agent::Attach(const TurnRequest& request, std::vector<Token>& history, Tu
     if (history.empty() && same_tokens) history.assign(card.token_ids().begin(), card.token_ids().end());
     QKV_ASSIGN_OR_RETURN(const auto tokens, TurnTokens(request, false));
     Status attached = CheckBudget(request, card);
+    if (attached) attached = sequence_->CheckAttach(context);  // first: what is admitted is read to find out
     if (attached && admit_) attached = admit_(context);
     if (attached) attached = sequence_->Attach(context);
     result.attach_ms = MsSince(start);
@@ -431,7 +432,8 @@ void Agent::Report(const TurnRequest& request, const TurnResult& result, bool fa
                          .model = model_->params().name,
                          .kv = ToString(sequence_->kv().pair),
                          .keys_with_refinement = result.keys_with_refinement,
-                         .keys_refined = result.keys_refined});
+                         .keys_refined = result.keys_refined,
+                         .kv_bits_read = result.kv_bits_read});
 }
 
 Status Agent::PublishTurn(const TurnRequest& request, TurnResult& result) {

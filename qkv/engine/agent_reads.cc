@@ -50,7 +50,7 @@ Result<Context> Agent::FetchToRead(const ContextToRead& read) {
     return Err(Code::kPeerLost, Reason::kPeerLost, "there is no broker to have '{}' from", read.context);
   }
   QKV_ASSIGN_OR_RETURN(Context context, Fetch(read.context));
-  if (!admit_) return context;
+  if (!admit_ || !sequence_->CheckAttach(context)) return context;  // Assemble says what is wrong with it
   if (const Status admitted = admit_(context); !admitted) {
     if (context.lease != 0) (void)broker_->ReleaseLease(context.lease);
     return tl::unexpected(admitted.error());

@@ -242,6 +242,41 @@ TEST_F(AgentTest, WhatIsNotAdmittedIsReadAsText) {
   EXPECT_EQ(result->logits_digest, NewAgent().Run(cold)->logits_digest);
 }
 
+// What is to be admitted is measured, and may by then be anything that its producer liked.
+TEST_F(AgentTest, AContextThatCannotBeAttachedIsRefusedForThatAndNeverMeasured) {
+  const CodecPair progressive = {CodecId::k4, CodecId::k4, true};
+  auto sequence = NewSequence(progressive);
+  ASSERT_TRUE(sequence->Forward(SourceTokens(0, 64)));
+  auto context = sequence->Publish({.name = "bad"});
+  ASSERT_TRUE(context) << context.error().message;
+  ASSERT_EQ(context->segments.size(), 2u);
+  auto* const span = context->card.mutable_spans(0);
+  span->set_segment(1);  // refinement pages, as if they were the context's own
+  span->set_refinement_segment(0);
+  ASSERT_TRUE(PublishContext(*client_, *context));
+
+  int asked = 0;
+  auto agent = NewAgent(progressive);
+  agent.AdmitBy([&](const Context&) -> Status {
+    ++asked;
+    return {};
+  });
+  const auto inherited = agent.Run({.prompt = "?", .raw = true, .inherits = "bad"});
+  ASSERT_TRUE(inherited) << inherited.error().message;
+  EXPECT_EQ(inherited->mode, HandoffMode::kText);
+  EXPECT_EQ(inherited->reason, Reason::kChecksum);
+  TurnRequest reads{.prompt = "?", .raw = true};
+  reads.reads = {{.context = "bad"}};
+  const auto read = agent.Run(reads);
+  ASSERT_TRUE(read) << read.error().message;
+  EXPECT_EQ(read->mode, HandoffMode::kText);
+  EXPECT_EQ(read->reason, Reason::kChecksum);
+  EXPECT_EQ(asked, 0);
+  for (const CodecPair kv : {CodecPair{CodecId::kRefine4, CodecId::kRefine4}, {CodecId::k8, CodecId::kRefine4}}) {
+    EXPECT_FALSE(Sequence::Create(TestModel(), {.kv = kv}));
+  }
+}
+
 TEST_F(AgentTest, AContextThatTurnsOutBadIsReadAsTextAsInAColdRun) {
   Published("one", 0, 40);
   // Its card promises a model that its segment is not of.

@@ -3,7 +3,8 @@
 #include "qkv/engine/assemble.h"
 
 #include <algorithm>
-#include <cmath>
+
+#include "qkv/engine/quality.h"
 
 namespace qkv {
 namespace {
@@ -20,16 +21,7 @@ double MeanKl(std::span<const float> p_logits, std::span<const float> q_logits, 
   double sum = 0;
   const size_t n_rows = p_logits.size() / n_vocab;
   for (size_t row = 0; row < n_rows; ++row) {
-    const auto p = p_logits.subspan(row * n_vocab, n_vocab), q = q_logits.subspan(row * n_vocab, n_vocab);
-    const double p_top = *std::ranges::max_element(p), q_top = *std::ranges::max_element(q);
-    double p_total = 0, q_total = 0, weighted = 0;
-    for (size_t i = 0; i < n_vocab; ++i) {
-      const double weight = std::exp(p[i] - p_top);
-      p_total += weight;
-      q_total += std::exp(q[i] - q_top);
-      weighted += weight * ((p[i] - p_top) - (q[i] - q_top));
-    }
-    sum += weighted / p_total - std::log(p_total) + std::log(q_total);
+    sum += KlDivergence(p_logits.subspan(row * n_vocab, n_vocab), q_logits.subspan(row * n_vocab, n_vocab));
   }
   return sum / static_cast<double>(n_rows);
 }

@@ -2,9 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "qkv/engine/calibration.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
 #include <xxhash.h>
 
 #include <Eigen/Cholesky>
@@ -14,7 +11,6 @@
 #include <cstring>
 #include <filesystem>
 
-#include "qkv/base/fd.h"
 #include "qkv/codec/half.h"
 #include "qkv/engine/whole_file.h"
 
@@ -40,6 +36,7 @@ struct FileHeader {
 };
 static_assert(sizeof(FileHeader) == 64 && std::is_trivially_copyable_v<FileHeader>);
 constexpr uint32_t kVersion = 2;
+constexpr size_t kMostBytes = size_t{512} << 20;  // of another model's, which is read to say so
 constexpr double kLargestSpread = 1024;
 constexpr double kBandsReach = 1.15;  // the best of those in docs/EVALUATION.md, Two bands
 
@@ -210,18 +207,18 @@ Status Calibration::Write(const Model& model, const std::string& path) const {
 }
 
 Result<Calibration> Calibration::Read(const Model& model, const std::string& path) {
-  const Fd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
-  if (!fd.valid() && errno == ENOENT) {
+  const Geometry geometry = model.geometry();
+  std::vector<uint16_t> halves(CountOf(geometry));
+  const size_t expected = sizeof(FileHeader) + halves.size() * sizeof(uint16_t);
+  const auto bytes = ReadWholeFile(path, std::max(expected, kMostBytes));
+  if (!bytes && bytes.error().code == Code::kNotFound) {
     return Err(Code::kNotFound, "there is no calibration for this model at '{}'; make one with: qkvshare calibrate",
                path);
   }
-  if (!fd.valid()) return ErrnoError(fmt::format("'{}'", path));
-  const Geometry geometry = model.geometry();
-  FileHeader header;
-  struct stat info {};
-  if (::fstat(fd.get(), &info) != 0) return ErrnoError(fmt::format("'{}'", path));
-  if (!S_ISREG(info.st_mode) || ::pread(fd.get(), &header, sizeof header, 0) != sizeof header ||
-      header.magic != kMagic || header.reserved != 0) {
+  if (!bytes) return tl::unexpected(bytes.error());
+  FileHeader header{};
+  if (bytes->size() >= sizeof header) std::memcpy(&header, bytes->data(), sizeof header);
+  if (header.magic != kMagic || header.reserved != 0) {
     return Err(Code::kCorrupt, "'{}' is not a calibration", path);
   }
   if (header.version != kVersion || header.byte_order != kByteOrderMark) {
@@ -233,18 +230,10 @@ Result<Calibration> Calibration::Read(const Model& model, const std::string& pat
       header.head_dim != static_cast<uint32_t>(geometry.head_dim)) {
     return Err(Code::kIncompatible, "calibration '{}' is of another model; make one with: qkvshare calibrate", path);
   }
-  std::vector<uint16_t> halves(CountOf(geometry));
-  const size_t bytes = halves.size() * sizeof(uint16_t);
-  if (static_cast<uint64_t>(info.st_size) != sizeof header + bytes) {
-    return Err(Code::kCorrupt, "calibration '{}' has {} bytes, expected {}", path, info.st_size, sizeof header + bytes);
+  if (bytes->size() != expected) {
+    return Err(Code::kCorrupt, "calibration '{}' has {} bytes, expected {}", path, bytes->size(), expected);
   }
-  auto* at = reinterpret_cast<std::byte*>(halves.data());
-  for (size_t done = 0; done < bytes;) {
-    const ssize_t n = ::pread(fd.get(), at + done, bytes - done, static_cast<off_t>(sizeof header + done));
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return Err(Code::kCorrupt, "calibration '{}' cannot be read to its end", path);
-    done += static_cast<size_t>(n);
-  }
+  std::memcpy(halves.data(), bytes->data() + sizeof header, expected - sizeof header);
   if (DigestOf(halves, 0) != header.digest) return Err(Code::kCorrupt, "calibration '{}' is damaged", path);
   return FromHalves(geometry, std::move(halves));
 }

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "qkv/engine/kv_rows.h"
+#include "qkv/engine/quality.h"
 
 namespace qkv {
 namespace {
@@ -34,22 +35,6 @@ double WorstLayer(const std::vector<float>& found, const std::vector<float>& exp
     worst = std::isfinite(error) ? std::max(worst, error) : HUGE_VAL;
   }
   return worst;
-}
-
-double Kl(std::span<const float> p_logits, std::span<const float> q_logits) {
-  const auto log_sum = [](std::span<const float> logits) {
-    const double maximum = *std::max_element(logits.begin(), logits.end());
-    double sum = 0;
-    for (const float x : logits) sum += std::exp(x - maximum);
-    return maximum + std::log(sum);
-  };
-  const double p_sum = log_sum(p_logits), q_sum = log_sum(q_logits);
-  double kl = 0;
-  for (size_t i = 0; i < p_logits.size(); ++i) {
-    const double p = p_logits[i] - p_sum, q = q_logits[i] - q_sum;
-    kl += std::exp(p) * (p - q);
-  }
-  return std::isfinite(kl) ? std::max(kl, 0.0) : HUGE_VAL;
 }
 
 Result<std::unique_ptr<Sequence>> NewSequence(const std::shared_ptr<const Model>& model, const PageCodecs& kv,
@@ -88,8 +73,8 @@ Result<Limits> MeasureLimits(const std::shared_ptr<const Model>& model, std::spa
 
   double kl = 0;
   for (int i = half; i < n; ++i) {
-    kl += Kl(at_once->all_logits().subspan(n_vocab * static_cast<size_t>(i), n_vocab),
-             in_pieces->all_logits().subspan(n_vocab * static_cast<size_t>(i - half), n_vocab));
+    kl += KlDivergence(at_once->all_logits().subspan(n_vocab * static_cast<size_t>(i), n_vocab),
+                       in_pieces->all_logits().subspan(n_vocab * static_cast<size_t>(i - half), n_vocab));
   }
   return Limits{.k = kErrorFactor * WorstLayer(found.k, expected.k, found.n_layers) + kErrorFloor,
                 .v = kErrorFactor * WorstLayer(found.v, expected.v, found.n_layers) + kErrorFloor,
@@ -160,7 +145,7 @@ Result<std::vector<DeepCheck>> VerifyDeep(const std::shared_ptr<const Model>& mo
     QKV_RETURN_IF_ERROR(reader->Attach(context));
     QKV_RETURN_IF_ERROR(reader->Truncate(total - n + at));
     QKV_RETURN_IF_ERROR(reader->Forward({&tokens[static_cast<size_t>(total - n + at)], 1}));
-    kl += Kl(std::span(read_again).subspan(n_vocab * static_cast<size_t>(at), n_vocab), reader->logits());
+    kl += KlDivergence(std::span(read_again).subspan(n_vocab * static_cast<size_t>(at), n_vocab), reader->logits());
   }
   last.kl = kl / samples;
   checks.push_back(std::move(last));

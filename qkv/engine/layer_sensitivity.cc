@@ -2,18 +2,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "qkv/engine/layer_sensitivity.h"
 
-#include <fcntl.h>
 #include <ggml.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <filesystem>
 
-#include "qkv/base/fd.h"
 #include "qkv/codec/frame.h"
 #include "qkv/engine/page_encoder.h"
 #include "qkv/engine/preset.h"
 #include "qkv/engine/quality_probe.h"
+#include "qkv/engine/whole_file.h"
 
 namespace qkv {
 namespace {
@@ -129,18 +127,15 @@ std::string LayerSensitivityPath(const Model& model) {
 }
 
 Result<LayerSensitivity> ReadLayerSensitivity(const Model& model, const std::string& path) {
-  const Fd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
-  if (!fd.valid() && errno == ENOENT) {
+  const auto bytes = ReadWholeFile(path, kMaxFileBytes);
+  if (!bytes && bytes.error().code == Code::kNotFound) {
     return Err(Code::kNotFound,
                "there are no sensitivities of this model's layers at '{}'; measure them with: qkvshare calibrate "
                "--layers",
                path);
   }
-  struct stat info {};
-  if (!fd.valid() || ::fstat(fd.get(), &info) != 0) return ErrnoError(fmt::format("'{}'", path));
-  if (!S_ISREG(info.st_mode)) return Err(Code::kCorrupt, "'{}' does not hold layers' sensitivities", path);
-  QKV_ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, ReadWhole(fd, kMaxFileBytes));
-  return ParseLayerSensitivity({reinterpret_cast<const char*>(bytes.data()), bytes.size()},
+  if (!bytes) return tl::unexpected(bytes.error());
+  return ParseLayerSensitivity({reinterpret_cast<const char*>(bytes->data()), bytes->size()},
                                model.identity().weights_digest(), model.geometry().n_layers, path);
 }
 

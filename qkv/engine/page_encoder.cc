@@ -28,12 +28,15 @@ PqBook BookOf(const PqCodebooks* codebooks, const Codec& codec, int layer, int h
 
 SegmentConstants ConstantsOf(const Geometry& geometry, std::span<const F16Page> pages, bool at_zero) {
   const PageLayout layout(geometry, kF16Pair);
-  const Codec& f16 = CodecOf(CodecId::kF16);
   const int head_dim = geometry.head_dim;
   SegmentConstants constants(geometry);
   int counted = at_zero ? -1 : 0;
   for (const F16Page& page : pages) counted += page.tokens;
-  alignas(64) float panel[kPageTokens * kMaxHeadDim];
+  // Only of tokens that are there: others may be written at this moment, and what was truncated may still stand behind.
+  // f16 blocks (FORMAT.md §3): K [head_dim][32], V [32][head_dim].
+  const auto halves = [&](const F16Page& page, Side side, int layer, int head) {
+    return reinterpret_cast<const ggml_fp16_t*>(page.data + layout.BlockOffset(side, layer, head));
+  };
   std::vector<float> sums(head_dim);
   const auto set = [&](int layer, int head, Constant which, int c, float value) {
     constants.at(layer, head, which)[c] = ggml_fp32_to_fp16(Finite(value));
@@ -42,20 +45,20 @@ SegmentConstants ConstantsOf(const Geometry& geometry, std::span<const F16Page> 
     for (int head = 0; head < geometry.n_kv_heads; ++head) {
       std::ranges::fill(sums, 0.0f);
       for (size_t i = 0; i < pages.size(); ++i) {
-        f16.unpack(Side::kK, pages[i].data + layout.BlockOffset(Side::kK, layer, head), head_dim, panel);
+        const ggml_fp16_t* const k = halves(pages[i], Side::kK, layer, head);
         for (int c = 0; c < head_dim; ++c) {
-          const float* row = panel + c * kPageTokens;
-          if (at_zero && i == 0) set(layer, head, Constant::kFirstK, c, row[0]);
-          // Only tokens that are there: what was truncated may still stand behind them.
-          for (int t = at_zero && i == 0 ? 1 : 0; t < pages[i].tokens; ++t) sums[c] += row[t];
+          float keys[kPageTokens];
+          ggml_fp16_to_fp32_row(k + c * kPageTokens, keys, pages[i].tokens);
+          if (at_zero && i == 0) set(layer, head, Constant::kFirstK, c, keys[0]);
+          for (int t = at_zero && i == 0 ? 1 : 0; t < pages[i].tokens; ++t) sums[c] += keys[t];
         }
       }
       for (int c = 0; counted > 0 && c < head_dim; ++c) {
         set(layer, head, Constant::kMeanK, c, sums[c] / static_cast<float>(counted));
       }
       if (!at_zero) continue;
-      f16.unpack(Side::kV, pages.front().data + layout.BlockOffset(Side::kV, layer, head), head_dim, panel);
-      for (int c = 0; c < head_dim; ++c) set(layer, head, Constant::kFirstV, c, panel[c]);
+      const ggml_fp16_t* const v = halves(pages.front(), Side::kV, layer, head);
+      for (int c = 0; c < head_dim; ++c) set(layer, head, Constant::kFirstV, c, ggml_fp16_to_fp32(v[c]));
     }
   }
   return constants;

@@ -2,9 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Turns fp16 pages (the tail's) into pages of a codec pair and, if it has one, its refinement: rows into the codecs' frame,
-// the exact first token left out, what the base lost into the plane beside it. And what the rotated pages of a segment need
-// beside them: the mean keys, and the first token's own K and V.
+// Turns fp16 pages (the tail's) into pages of a codec pair and, if it has one, its refinement: rows into the codecs'
+// frame, the exact first token left out, what the base lost into the plane beside it. And what the rotated pages of a
+// segment need beside them: the mean keys, and the first token's own K and V.
 //
 // Pure functions over caller-owned memory; any thread.
 
@@ -25,9 +25,10 @@ struct F16Page {
   int tokens = 0;
 };
 
-// Of the tokens of `pages`, which are those that were not encoded yet: the mean key per layer and head, rounded to fp16. `at_zero`: the first page's first token is the context's first; it is left out of the mean, being unlike all
-// others, and its K and V are kept as they are. With nothing to average the mean is zero. As in every codec NaN counts as 0,
-// and what is beyond ±65504 as that.
+// Of the tokens of `pages`, which are those that were not encoded yet: the mean key per layer and head, rounded to
+// fp16. `at_zero`: the first page's first token is the context's first; it is left out of the mean, being unlike all
+// others, and its K and V are kept as they are. With nothing to average the mean is zero. As in every codec NaN counts
+// as 0, and what is beyond ±65504 as that.
 SegmentConstants ConstantsOf(const Geometry& geometry, std::span<const F16Page> pages, bool at_zero);
 
 // The first `tokens` rows of a block of a segment's page as attention understands them: [tokens][head_dim] in the plain
@@ -53,9 +54,9 @@ class PageEncoder {
   const PageLayout& refinement_layout() const { return *refinement_layout_; }
   uint64_t page_bytes() const { return layout_.bytes + (refinement_layout_ ? refinement_layout_->bytes : 0); }
 
-  // Writes layout().bytes to `page` and, if kv().refine, refinement_layout().bytes to `refinement`; both are zero before.
-  // `constants` may be null when NeedsConstants(kv()) is false. `exact_first`: the page's first token is the context's;
-  // rotated sides code it as zero.
+  // Writes layout().bytes to `page` and, if kv().refine, refinement_layout().bytes to `refinement`; both are zero
+  // before. `constants` may be null when NeedsConstants(kv()) is false. `exact_first`: the page's first token is the
+  // context's; rotated sides code it as zero.
   void Encode(const F16Page& from, bool exact_first, const SegmentConstants* constants, std::byte* page,
               std::byte* refinement) const;
 

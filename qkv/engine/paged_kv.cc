@@ -93,8 +93,7 @@ void PagedKv::Reset(std::vector<SegmentSpan> spans, GroupedTokens groups) {
   records_.clear();
   record_refs_.clear();
   tail_.clear();
-  writer_.reset();
-  refinement_writer_.reset();
+  DropWriter();
   sealed_.clear();
   writer_serial_ = 0;
   constants_.reset();
@@ -161,14 +160,12 @@ bool PagedKv::has_moved() const {
 
 void PagedKv::DropUnusedConstants() {
   const auto unsealed = [](const PageRecord& record) { return record.writer_serial >= 0; };
-  if (std::ranges::any_of(records_, unsealed)) return;
+  const auto at_encoder = [](const TailPage& page) { return page.submitted_at >= 0; };
+  if (std::ranges::any_of(records_, unsealed) || std::ranges::any_of(tail_, at_encoder)) return;
   constants_.reset();
   constants_fixed_ = false;
   // The open segment would pass the old ones on; all its pages were truncated away.
-  if (WritesRotated()) {
-    writer_.reset();
-    refinement_writer_.reset();
-  }
+  if (WritesRotated()) DropWriter();
 }
 
 bool PagedKv::WritesRotated() const {
@@ -335,7 +332,7 @@ Status PagedKv::CopyToTail(const RowTransform& transform) {
 }
 
 void PagedKv::Submit(TailPage& page, int first_position) {
-  page.submitted_at = n_tokens_;
+  if (page.submitted_at < 0) page.submitted_at = n_tokens_;
   page.first_position = first_position;
   Job job{.page = {page.data.get(), page.tokens},
           .first_position = static_cast<uint32_t>(first_position),
@@ -355,11 +352,15 @@ void PagedKv::Submit(TailPage& page, int first_position) {
 Status PagedKv::SettleFront() {
   TailPage& page = tail_.front();
   const auto start = std::chrono::steady_clock::now();
-  Encoded encoded;
-  {
+  const auto result = [&] {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return done_.contains(page.ticket); });  // the encoder always answers
-    encoded = std::move(done_.extract(page.ticket).mapped());
+    return std::move(done_.extract(page.ticket).mapped());
+  };
+  Encoded encoded = result();
+  if (!encoded.status) {  // perhaps long ago
+    Submit(page, page.first_position);
+    encoded = result();
   }
   encode_wait_ms_ += MsSince(start);
   if (!encoded.status) {
@@ -442,7 +443,7 @@ Status PagedKv::Truncate(int n_tokens) {
   }
   if (n_tokens > 0) n_tokens -= groups_.n_dropped();
   QKV_CHECK(n_tokens >= 0 && n_tokens <= n_tokens_ && step_tokens_ == 0);
-  QKV_RETURN_IF_ERROR(SettleSubmitted());
+  (void)SettleSubmitted();  // a page that could not be encoded stays in the tail, and may be cut there
   if (n_tokens == 0) groups_ = {};
   int left = n_tokens_ - n_tokens;
   while (left > 0) {
@@ -454,6 +455,7 @@ Status PagedKv::Truncate(int n_tokens) {
     if (!in_tail) record_refs_.back().tokens = tokens;
     if (tokens > 0) continue;
     if (in_tail) {
+      if (tail_.back().submitted_at >= 0) done_.erase(tail_.back().ticket);
       tail_.pop_back();
     } else {
       records_.pop_back();
@@ -537,8 +539,12 @@ PagedKv::PlaneBits PagedKv::plane_bits() const {
   for (const PageRef& ref : record_refs_) {
     sum.base +=
         ref.tokens * (ref.layers != nullptr ? BitsPerValue(*ref.layers) : BitsPerValue(ref.codecs, geometry_.head_dim));
-    if (ref.refinement != nullptr) sum.refinement += ref.tokens * BitsPerValue(kRefinementCodecs, geometry_.head_dim);
     n += ref.tokens;
+  }
+  for (const PageRecord& record : records_) {
+    const bool open_with_refinement = record.writer_serial >= 0 && encoder_of_kv_.kv().refine;
+    if (record.refinement == nullptr && !open_with_refinement) continue;
+    sum.refinement += record.tokens * BitsPerValue(kRefinementCodecs, geometry_.head_dim);
   }
   return n == 0 ? PlaneBits{} : PlaneBits{sum.base / n, sum.refinement / n};
 }
@@ -556,7 +562,12 @@ void PagedKv::EncoderMain() {
     const Job job = jobs_.front();
     lock.unlock();
     const auto start = std::chrono::steady_clock::now();
-    Encoded encoded = Encode(job);
+    Encoded encoded;
+    try {
+      encoded = Encode(job);
+    } catch (const std::bad_alloc&) {
+      encoded.status = Err(Code::kExhausted, Reason::kPoolFull, "no memory left to encode a page");
+    }
     const double ms = MsSince(start);
     lock.lock();
     encode_ms_ += ms;
@@ -575,8 +586,11 @@ PagedKv::Encoded PagedKv::Encode(const Job& job) {
     constants_ = ConstantsOf(geometry_, job.constants_of, job.first_position == 0);
     constants_->calibration_digest = calibration_digest_;
   }
-  if (writer_ != nullptr &&
-      (!writer_->Fits(encoder.base()) || (encoder.kv().refine && !refinement_writer_->Fits(kRefinementCodecs)))) {
+  const auto fits = [&] {
+    return writer_->Fits(encoder.base()) &&
+           (!encoder.kv().refine || (refinement_writer_ != nullptr && refinement_writer_->Fits(kRefinementCodecs)));
+  };
+  if (writer_ != nullptr && !fits()) {
     if (auto status = SealWriter(); !status) return failed(status.error());
   }
   if (writer_ == nullptr) {
@@ -626,17 +640,21 @@ Status PagedKv::OpenWriter(const PageEncoder& encoder) {
 
 Status PagedKv::SealWriter() {
   const TraceSpan span(trace_, "seal");
-  const auto seal = [](std::unique_ptr<SegmentWriter> writer) -> Result<std::shared_ptr<const Segment>> {
-    if (writer == nullptr || writer->n_pages() == 0) return nullptr;
-    return SegmentWriter::Seal(std::move(writer));
-  };
-  const bool empty = writer_->n_pages() == 0;
-  auto segment = seal(std::exchange(writer_, nullptr));
-  auto refinement = seal(std::exchange(refinement_writer_, nullptr));
-  if (!segment) return tl::unexpected(segment.error());
-  if (!refinement) return tl::unexpected(refinement.error());
-  if (!empty) sealed_.push_back({*std::move(segment), *std::move(refinement)});
+  if (refinement_writer_ != nullptr && refinement_writer_->n_pages() > 0) {
+    QKV_ASSIGN_OR_RETURN(sealed_refinement_, SegmentWriter::Seal(refinement_writer_));
+  }
+  if (writer_->n_pages() > 0) {
+    QKV_ASSIGN_OR_RETURN(auto segment, SegmentWriter::Seal(writer_));
+    sealed_.push_back({std::move(segment), std::move(sealed_refinement_)});
+  }
+  DropWriter();
   return {};
+}
+
+void PagedKv::DropWriter() {
+  writer_.reset();
+  refinement_writer_.reset();
+  sealed_refinement_.reset();
 }
 
 }  // namespace qkv

@@ -107,8 +107,8 @@ class PagedKv {
   // Everything becomes sealed pages; the tail is empty afterwards. Error: kInvalidArgument when nothing is left behind
   // grouped tokens.
   Result<std::vector<SegmentSpan>> SealAll();
-  // To the first n_tokens, dropped ones included. Error: kInvalidArgument when some of them are grouped with others that
-  // are to go; nothing has changed.
+  // To the first n_tokens, dropped ones included; so also what a step brought that failed behind it. Error:
+  // kInvalidArgument when some of them are grouped with others that are to go; nothing has changed.
   Status Truncate(int n_tokens);
   // The pages from the first on that are in sealed segments already, other sequences' or own. Changes nothing. Empty also
   // while the encoder is at work, and where tokens are grouped.
@@ -159,10 +159,10 @@ class PagedKv {
     const PageEncoder* encoder = nullptr;
   };
   struct Encoded {
-    int writer_serial;
-    size_t page;
-    size_t refinement_page;
-    PageRef ref;
+    int writer_serial = 0;
+    size_t page = 0;
+    size_t refinement_page = 0;
+    PageRef ref = {};
     Status status;
   };
 
@@ -170,8 +170,8 @@ class PagedKv {
   void RebuildRefs();
   void Submit(TailPage& page, int first_position);
   void SubmitFull();
-  // Waits for the front tail page, which has been submitted, and moves it to the records. On error it stays in the tail
-  // and goes to the encoder again.
+  // Waits for the front tail page, which has been submitted, and moves it to the records. If it could not be encoded it
+  // goes to the encoder once more; on error it stays in the tail, and is tried again by the next call.
   Status SettleFront();
   Status SettleSubmitted();
   int settled_tokens() const;
@@ -183,7 +183,9 @@ class PagedKv {
   void EncoderMain();
   Encoded Encode(const Job& job);
   Status OpenWriter(const PageEncoder& encoder);
+  // On error the pages not sealed are read on from where they are, and the next call takes it up again.
   Status SealWriter();
+  void DropWriter();  // no page of it is read any more, or all are sealed
 
   const Geometry geometry_;
   const std::shared_ptr<const PqCodebooks> codebooks_;
@@ -213,6 +215,7 @@ class PagedKv {
   std::optional<SegmentConstants> constants_;  // of the rotated pages written here
   std::unique_ptr<SegmentWriter> writer_;
   std::unique_ptr<SegmentWriter> refinement_writer_;  // beside writer_ if there is anything to write
+  std::shared_ptr<const Segment> sealed_refinement_;  // refinement_writer_'s, while writer_ could not be sealed
   int writer_serial_ = 0;
   struct Sealed {
     std::shared_ptr<const Segment> segment;

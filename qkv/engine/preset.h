@@ -12,15 +12,11 @@
 
 namespace qkv {
 
-// A pair and what it costs in quality: mean KL against f16 pages, as docs/EVALUATION.md has it (protocol handoff).
-struct MeasuredPair {
-  CodecPair codecs;
-  double kl;
-};
-// From the best to the smallest; every one is smaller than those before it for every head dim.
-std::span<const MeasuredPair> MeasuredPairs();
+// From the best, by mean KL against f16 pages as docs/EVALUATION.md has it (protocol handoff), to the smallest; every
+// one is smaller than those before it for every head dim.
+std::span<const CodecPair> MeasuredPairs();
 
-// Stored bits per K or V value, scales included, refinement planes as well.
+// Stored bits per K or V value of a full page: codes and scales, refinement planes as well.
 double BitsPerValue(CodecPair codecs, int head_dim);
 double BitsPerValue(const LayerCodecs& layers);
 

@@ -13,12 +13,10 @@ std::string Within(double bits, int head_dim) {
   return pair ? ToString(*pair) : pair.error().message;
 }
 
-TEST(Preset, EveryRowIsWorseAndSmallerThanTheOneBefore) {
+TEST(Preset, EveryPairIsSmallerThanTheOneBefore) {
   for (const int head_dim : {32, 64, 80, 128, 256}) {
     for (size_t i = 1; i < MeasuredPairs().size(); ++i) {
-      EXPECT_GT(MeasuredPairs()[i].kl, MeasuredPairs()[i - 1].kl);
-      EXPECT_LT(BitsPerValue(MeasuredPairs()[i].codecs, head_dim),
-                BitsPerValue(MeasuredPairs()[i - 1].codecs, head_dim));
+      EXPECT_LT(BitsPerValue(MeasuredPairs()[i], head_dim), BitsPerValue(MeasuredPairs()[i - 1], head_dim));
     }
   }
 }

@@ -1,10 +1,12 @@
 // SPDX-FileCopyrightText: 2026 The QKVShare authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Sequences with pages of the rotated codecs: their constants and their refinement planes. Handing over between processes is tests/handoff_exact_test.cc.
+// Sequences with pages of the rotated codecs: their constants and their refinement planes. Handing over between
+// processes is tests/handoff_exact_test.cc.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +20,7 @@
 #include "qkv/engine/quality.h"
 #include "qkv/engine/sequence.h"
 #include "qkv/engine/test_support.h"
+#include "qkv/segment/test_support.h"
 
 namespace qkv {
 namespace {
@@ -50,8 +53,8 @@ double MeanKl(std::span<const float> exact, std::span<const float> other, int n_
   return reference.ScoreAll(other, std::vector<Token>(reference.rows())).kl_mean();
 }
 
-// Of the weights as fp32: with quantized ones ggml rounds activations to 8 bits, and that noise is larger than what is to
-// be seen here.
+// Of the weights as fp32: with quantized ones ggml rounds activations to 8 bits, and that noise is larger than what is
+// to be seen here.
 std::shared_ptr<const Model> Fp32Model() {
   static const auto model = []() -> std::shared_ptr<const Model> {
     const std::string path = ::testing::TempDir() + "qkv-progressive-f32.gguf";
@@ -107,7 +110,8 @@ TEST(Progressive, RotatedPagesBehindPlainOnesAreReadByWhoeverGoesOn) {
   EXPECT_EQ(Checksums(PublishedBy(*last)), Checksums(PublishedBy(*middle)));
 }
 
-// How far the mean of a segment's keys is from the mean in `constants`, squared, as a share of their variance around it.
+// How far the mean of a segment's keys is from the mean in `constants`, squared, as a share of their variance around
+// it.
 double OffMean(const Segment& segment, const std::byte* constants) {
   const Geometry& geometry = segment.geometry();
   const ConstantsLayout layout(geometry);
@@ -236,6 +240,78 @@ TEST(Progressive, ErrorsFallWithBitsAndWithRefinement) {
   const double kl_refined = kl("4+4");
   EXPECT_LT(kl_refined, kl_4 / 5);
   EXPECT_LT(kl("4+4", 1e-4), kl_refined);
+}
+
+TEST(Progressive, PagesThatCouldNotBeSealedAreReadOnAndSealedLater) {
+  const std::vector<Token> tokens = SourceTokens(60, 100);
+  const auto with_three_pages_written = [&] {
+    auto sequence = NewSequence("4+4");
+    Read(*sequence, tokens);
+    Read(*sequence, {});  // which waits for them
+    return sequence;
+  };
+  auto untroubled = with_three_pages_written();
+  std::vector<uint64_t> sums = Checksums(PublishedBy(*untroubled));
+  Read(*untroubled, {});
+  for (const size_t plane : {0, 1}) {
+    SCOPED_TRACE(plane == 0 ? "base" : "refinement");
+    auto producer = with_three_pages_written();
+    {
+      const std::vector<Fd> open = test::WritableSegmentDescriptors();
+      ASSERT_EQ(open.size(), 2u);
+      const Mapping writable = test::Take(Mapping::Map(open[plane], Mapping::Access::kReadWrite, 0, 4096));
+      EXPECT_FALSE(producer->Publish({}));
+      Read(*producer, {});
+      EXPECT_EQ(Logits(*producer), Logits(*untroubled));
+    }
+    std::vector<uint64_t> later = Checksums(PublishedBy(*producer));
+    later.resize(6);  // of the three pages; who could not seal goes on with the old constants
+    sums.resize(6);
+    EXPECT_EQ(later, sums);
+  }
+}
+
+TEST(Progressive, WhatCouldNotBeEncodedLeavesTheTokensThatWereThere) {
+  std::vector<Token> first = SourceTokens(60, 100);
+  const std::vector<Token> second = SourceTokens(300, 20), third = SourceTokens(500, 20);
+  auto untroubled = NewSequence("4+4"), troubled = NewSequence("4+4");
+  Read(*untroubled, first);
+  Read(*untroubled, second);  // pages take their places behind it
+  Read(*untroubled, third);
+
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const rlimit tight{.rlim_cur = 0, .rlim_max = limit.rlim_max};  // no descriptor for a segment
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &tight), 0);
+  const Status read = troubled->Forward(first), read_more = troubled->Forward(second);
+  const Status failed = troubled->Forward(third), again = troubled->Forward(third);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  ASSERT_TRUE(read && read_more);
+  ASSERT_FALSE(failed);
+  ASSERT_FALSE(again);
+  EXPECT_EQ(again.error().code, Code::kExhausted) << again.error().message;
+  first.insert(first.end(), second.begin(), second.end());
+  EXPECT_EQ(troubled->tokens(), first);
+
+  Read(*troubled, third);
+  EXPECT_EQ(Logits(*troubled), Logits(*untroubled));
+  EXPECT_EQ(Checksums(PublishedBy(*troubled)), Checksums(PublishedBy(*untroubled)));
+}
+
+TEST(Progressive, WithoutRefiningThePagesAreStillStoredWithBothPlanes) {
+  auto sequence = NewSequence("4+4", {.refine = 0});
+  Read(*sequence, SourceTokens(0, 100));
+  const auto expect_both = [&] {
+    EXPECT_EQ(sequence->stats().base_bits, 4.25);
+    EXPECT_EQ(sequence->stats().stored_bits, 8.5);
+    EXPECT_EQ(sequence->stats().read_bits(), 4.25);
+  };
+  Read(*sequence, {});
+  expect_both();
+  const Context context = PublishedBy(*sequence);
+  expect_both();
+  ASSERT_TRUE(sequence->Attach(context));
+  expect_both();
 }
 
 TEST(Progressive, ABudgetOfNothingReadsPagesFromTheSecondBatchOn) {

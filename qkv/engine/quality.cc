@@ -26,6 +26,25 @@ double LogSumExp(std::span<const float> logits) {
   return maximum + std::log(sum);
 }
 
+// log_sum: LogSumExp(p).
+double KlDivergence(std::span<const float> p, double log_sum, std::span<const float> q) {
+  QKV_CHECK(p.size() == q.size());
+  double total = 0, mean = 0;
+  for (size_t i = 0; i < p.size(); ++i) {
+    const double weight = std::exp(p[i] - log_sum);
+    total += weight;
+    mean += weight * (static_cast<double>(q[i]) - p[i]);
+  }
+  mean /= total;
+  double excess = 0;
+  for (size_t i = 0; i < p.size(); ++i) {
+    excess += std::exp(p[i] - log_sum) * ExpMinusLinear(static_cast<double>(q[i]) - p[i] - mean);
+  }
+  double kl = std::log1p(excess / total);
+  if (!std::isfinite(kl)) kl = LogSumExp(q) - log_sum - mean;  // differences of hundreds, where nothing cancels
+  return std::isnan(kl) ? kInfinity : kl;
+}
+
 size_t TopOf(std::span<const float> logits) {
   return static_cast<size_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
@@ -40,6 +59,10 @@ Estimate MeanOf(std::span<const double> values) {
 }
 
 }  // namespace
+
+double KlDivergence(std::span<const float> p, std::span<const float> q) {
+  return KlDivergence(p, LogSumExp(p), q);
+}
 
 void SampleScore::Add(const TokenScore& token) {
   kl.push_back(token.kl);
@@ -69,23 +92,7 @@ TokenScore ReferenceLogits::Score(size_t row, std::span<const float> candidate, 
   const auto reference = std::span<const float>(logits_).subspan(row * n_vocab_, n_vocab_);
   const Row& known = rows_[row];
   TokenScore score;
-  double total = 0, mean = 0;
-  for (size_t i = 0; i < n_vocab_; ++i) {
-    const double p = std::exp(reference[i] - known.log_sum);
-    total += p;
-    mean += p * (static_cast<double>(candidate[i]) - reference[i]);
-  }
-  mean /= total;
-  double excess = 0;
-  for (size_t i = 0; i < n_vocab_; ++i) {
-    const double p = std::exp(reference[i] - known.log_sum);
-    excess += p * ExpMinusLinear(static_cast<double>(candidate[i]) - reference[i] - mean);
-  }
-  score.kl = std::log1p(excess / total);
-  if (!std::isfinite(score.kl)) {  // differences of hundreds, where nothing cancels; or not a number
-    score.kl = LogSumExp(candidate) - known.log_sum - mean;
-    if (std::isnan(score.kl)) score.kl = kInfinity;
-  }
+  score.kl = KlDivergence(reference, known.log_sum, candidate);
   const size_t top = TopOf(candidate);
   score.same_top = top == known.top;
   score.right = top == static_cast<size_t>(next);

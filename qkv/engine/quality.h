@@ -39,6 +39,12 @@ struct SampleScore {
   double kl_mean() const;  // n() > 0
 };
 
+// KL(p || q) of the distributions of two rows of logits of equal length, nats; infinity when something is not a number.
+//
+// With d = q - p, KL = ln E_p[e^d] - E_p[d] = ln(1 + E_p[e^x - 1 - x]) for x = d - E_p[d]: every term is positive, so
+// that a KL of 1e-9 is as precise as one of 1. Subtracting log-probabilities would lose it.
+double KlDivergence(std::span<const float> p, std::span<const float> q);
+
 // The exact run's logits, kept to score one codec after the other.
 class ReferenceLogits {
  public:
@@ -47,9 +53,6 @@ class ReferenceLogits {
   size_t rows() const { return rows_.size(); }
 
   // candidate: [n_vocab], for the same place as row `row`. `next`: the token that came there, 0..n_vocab-1.
-  //
-  // With d = candidate - reference, KL = ln E_p[e^d] - E_p[d] = ln(1 + E_p[e^x - 1 - x]) for x = d - E_p[d]: every term
-  // is positive, so that a KL of 1e-9 is as precise as one of 1. Subtracting log-probabilities would lose it.
   TokenScore Score(size_t row, std::span<const float> candidate, Token next) const;
   // All rows: candidate [rows][n_vocab], next [rows].
   SampleScore ScoreAll(std::span<const float> candidate, std::span<const Token> next) const;

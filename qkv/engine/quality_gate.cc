@@ -20,12 +20,13 @@ namespace qkv {
 namespace {
 
 constexpr CodecPair kExact = {CodecId::kF16, CodecId::kF16};
-constexpr int kVersion = 2;  // of the text and of how it is read; another one measures anew
+constexpr int kVersion = 3;  // of the text and of how it is read; another one measures anew
 constexpr GateReading kReading = {.samples = 2, .prefix = 384, .scored = 96};
 constexpr GateReading kShortReading = {.samples = 1, .prefix = 128, .scored = 64};
 // Multiply-adds with weights, about 15 s of two cores: a model that needs more for kReading gets kShortReading.
 constexpr double kMaxWork = 2e12;
 constexpr size_t kMinScored = 8;
+constexpr size_t kScoredSingly = 32;
 constexpr size_t kMaxEntryBytes = 512;
 // How much more noise than the floor's a healthy codec may show: it is measured on few tokens.
 constexpr double kNoiseFactor = 3;
@@ -117,8 +118,13 @@ std::string QualityGate::EntryName(const KvChoice& kv) const {
     name += fmt::format("-{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
   }
   if (options_.calibration != nullptr) name += "-" + options_.calibration->digest_text();
+  if (kv.codecs.pair.refine) name += fmt::format("-{:g}", options_.refine);
   if (NeedsBooks(kv)) {  // other ones are another codec; without any, measuring says so
-    if (const auto codebooks = ReadCodebooks(*model_, CodebooksPath(*model_))) name += "-" + (*codebooks)->digest();
+    if (options_.codebooks != nullptr) {
+      name += "-" + options_.codebooks->digest();
+    } else if (const auto beside = ReadCodebooks(*model_, CodebooksPath(*model_))) {
+      name += "-" + (*beside)->digest();
+    }
   }
   std::ranges::replace(name, '/', '_');  // it is a file's
   return name;
@@ -156,7 +162,10 @@ void QualityGate::Remember(const QualityVerdict& verdict) const {
 
 Result<QualityVerdict> QualityGate::Measure(const KvChoice& kv) {
   QKV_ASSIGN_OR_RETURN(const auto tokens, Vocab(*model_).Tokenize(QualityText(), false, false));
-  const GateReading reading = ReadingOf(model_->params(), tokens.size());
+  GateReading reading = ReadingOf(model_->params(), tokens.size());
+  // Tokens that are read together share what they refine: here each is read by itself, and fewer are.
+  const bool singly = kv.codecs.pair.refine;
+  if (singly) reading.scored = std::min(reading.scored, kScoredSingly);
   if (reading.scored == 0) {
     return Err(Code::kInvalidArgument,
                "the quality gate's text has {} tokens with this vocabulary, and the context "
@@ -176,6 +185,8 @@ Result<QualityVerdict> QualityGate::Measure(const KvChoice& kv) {
   probe_options.n_threads = options_.n_threads;
   probe_options.n_batch = static_cast<int>(reading.scored);  // short steps, so that progress shows
   probe_options.on_progress = [&](size_t n, size_t) { report(n); };
+  probe_options.refine = options_.refine;
+  if (singly) probe_options.score_batch = 1;
   std::vector<SampleScore> scores, noise;
   for (size_t i = 0; i < reading.samples; ++i) {
     const auto stretch =
@@ -183,9 +194,11 @@ Result<QualityVerdict> QualityGate::Measure(const KvChoice& kv) {
     QKV_ASSIGN_OR_RETURN(const auto probe,
                          HandoffProbe::Read(model_, stretch, static_cast<int>(reading.prefix), probe_options));
     read(reading.prefix + reading.scored);
-    QKV_ASSIGN_OR_RETURN(
-        ProbeResult result,
-        probe->Score({.kv = kv.codecs, .transform = {}, .groups = kv.groups, .calibration = options_.calibration}));
+    QKV_ASSIGN_OR_RETURN(ProbeResult result, probe->Score({.kv = kv.codecs,
+                                                           .transform = {},
+                                                           .groups = kv.groups,
+                                                           .calibration = options_.calibration,
+                                                           .codebooks = options_.codebooks}));
     scores.push_back(std::move(result.score));
     read(reading.scored);
     QKV_ASSIGN_OR_RETURN(SampleScore floor, probe->NoiseFloor());
@@ -200,7 +213,13 @@ Result<QualityVerdict> QualityGate::Measure(const KvChoice& kv) {
                         .noise_top1 = floor.top1.value};
 }
 
-Result<QualityVerdict> QualityGate::Check(const KvChoice& kv) {
+KvChoice QualityGate::AsRead(KvChoice kv) const {
+  kv.codecs.pair.refine = kv.codecs.pair.refine && options_.refine > 0;
+  return kv;
+}
+
+Result<QualityVerdict> QualityGate::Check(const KvChoice& written) {
+  const KvChoice kv = AsRead(written);
   if (kv == kExact) return QualityVerdict{.kv = kv, .top1 = 1, .noise_top1 = 1, .known = true};
   const std::string text = EntryName(kv);
   if (const auto found = known_.find(text); found != known_.end()) return found->second;
@@ -236,42 +255,49 @@ Status QualityGate::Admit(const Context& context) {
     QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(kv));
     if (verdict.Within()) return {};
     return Err(Code::kIncompatible, Reason::kQualityGate, "pages of codec '{}' are beyond the bound for this model: {}",
-               ToString(kv), verdict.Describe());
+               ToString(verdict.kv), verdict.Describe());
   };
-  for (const auto& segment : context.segments) {
-    for (size_t page = 0; page < segment->pages().size(); ++page) {
-      const PageCodecs kv(segment->codecs(page), segment->layers());
-      if (kv.pair.k == CodecId::kRefine4) continue;
-      // Attach refuses it, as it would any context behind other matrices than the reader's.
-      if (kv.pair.k == CodecId::kBands && options_.calibration == nullptr) continue;
-      QKV_RETURN_IF_ERROR(check(kv));
-    }
+  const auto choice_of = [&](const auto& span, size_t page) {
+    const Segment& segment = *context.segments[span.segment()];
+    KvChoice kv = PageCodecs(segment.codecs(page), segment.layers());
+    kv.codecs.pair.refine = span.refinement_segment() != 0;
+    return kv;
+  };
+  const auto& spans = context.card.spans();
+  for (const auto& span : spans) {
+    for (size_t i = 0; i < span.n_pages(); ++i) QKV_RETURN_IF_ERROR(check(choice_of(span, span.first_page() + i)));
   }
   const GroupedTokens groups = GroupsOf(context.card);
-  const auto& spans = context.card.spans();
-  if (!groups.dropped || spans.empty() || spans[0].segment() >= context.segments.size()) return {};
-  const Segment& segment = *context.segments[spans[0].segment()];
-  if (spans[0].first_page() >= segment.pages().size()) return {};  // refused where it is attached
-  KvChoice dropping = PageCodecs(segment.codecs(spans[0].first_page()), segment.layers());
+  if (!groups.dropped || spans.empty()) return {};
+  KvChoice dropping = choice_of(spans[0], spans[0].first_page());
   dropping.groups = TokenGroups{.percent = std::clamp(100 * groups.n_high() / groups.size(), 1, 99)};
   return check(dropping);
 }
 
-Result<SampleScore> CompareContinuation(std::shared_ptr<const Model> model, const Context& context, int n_tokens,
-                                        int n_threads) {
+Result<SampleScore> QualityGate::CompareContinuation(const Context& context, int n_tokens) const {
   SequenceOptions options;
   options.n_ctx = context.card.token_ids_size() + n_tokens;
-  options.n_threads = n_threads;
+  options.n_threads = options_.n_threads;
   options.kv = kExact;
-  QKV_ASSIGN_OR_RETURN(const auto exact, Sequence::Create(model, options));
-  QKV_ASSIGN_OR_RETURN(const auto attached, Sequence::Create(model, options));
+  options.codebooks = options_.codebooks;
+  options.on_progress = options_.on_progress;
+  QKV_ASSIGN_OR_RETURN(const auto exact, Sequence::Create(model_, options));
+  options.on_progress = {};
+  options.refine = options_.refine;
+  options.calibration = options_.calibration;
+  const auto has_bands = [](const auto& segment) {
+    return segment->codecs(0).k == CodecId::kBands;  // no segment is without a page
+  };
+  if (std::ranges::any_of(context.segments, has_bands))
+    options.kv.pair.k = CodecId::kBands;  // whose matrices are others
+  QKV_ASSIGN_OR_RETURN(const auto attached, Sequence::Create(model_, options));
   QKV_RETURN_IF_ERROR(attached->Attach(context));
   const std::vector<Token> tokens(context.card.token_ids().begin(), context.card.token_ids().end());
   // The last token by itself in both, so that both compute it in the same way.
   if (tokens.size() > 1) QKV_RETURN_IF_ERROR(exact->Forward(std::span(tokens).first(tokens.size() - 1)));
   QKV_RETURN_IF_ERROR(exact->Forward(std::span(tokens).last(1)));
   QKV_RETURN_IF_ERROR(attached->Forward({}));
-  const auto n_vocab = static_cast<size_t>(model->params().n_vocab);
+  const auto n_vocab = static_cast<size_t>(model_->params().n_vocab);
   SampleScore score;
   for (int i = 0; i < n_tokens; ++i) {
     const ReferenceLogits reference({exact->logits().begin(), exact->logits().end()}, n_vocab);

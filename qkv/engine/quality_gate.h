@@ -42,7 +42,7 @@ struct QualityVerdict {
   double noise_top1 = 0;
   bool known = false;            // from the cache, or the memory of this object
   bool Within() const;           // its bound
-  std::string Describe() const;  // "KL 0.31 (bound 0.050), top-1 61 % (bound 88 %)"
+  std::string Describe() const;  // "KL 0.31 (at most 0.05), top-1 61.0 % (at least 88.0 %)"
 };
 
 // What is read of the gate's text: `samples` stretches of `prefix` tokens, handed over, and `scored` ones behind each.
@@ -63,6 +63,8 @@ struct QualityGateOptions {
   int n_threads = 2;
   std::function<void(size_t done, size_t total)> on_progress;  // while measuring, of tokens
   std::shared_ptr<const Calibration> calibration = {};         // `bal`: pages behind these matrices; may be null
+  std::shared_ptr<const PqCodebooks> codebooks = {};           // of pq4 and pq2; null: those beside the model
+  double refine = kDefaultRefine;  // of the reader, as SequenceOptions; 0: of progressive pages it has the base alone
 };
 
 class QualityGate {
@@ -81,10 +83,16 @@ class QualityGate {
   Result<Choice> Choose(const KvChoice& kv);
 
   // Whether a context may be read: every codec of its pages is within its bound, and dropping as many tokens, if it did.
-  // Error: kIncompatible/quality_gate.
+  // Error: kIncompatible/quality_gate, and Check's. REQUIRES: a reader's Sequence::CheckAttach has nothing against it.
   Status Admit(const Context& context);
 
+  // Calibration generation: what the model says first behind a context, token by token, over its pages and over exact K
+  // and V of the same tokens, which are read again for it (as long as a text handoff takes). The exact run chooses the
+  // tokens. Errors: Attach's and Forward's.
+  Result<SampleScore> CompareContinuation(const Context& context, int n_tokens) const;
+
  private:
+  KvChoice AsRead(KvChoice kv) const;  // by this reader
   Result<QualityVerdict> Measure(const KvChoice& kv);
   std::optional<QualityVerdict> Recall(const KvChoice& kv) const;
   void Remember(const QualityVerdict& verdict) const;
@@ -94,12 +102,6 @@ class QualityGate {
   QualityGateOptions options_;
   std::map<std::string, QualityVerdict> known_;  // by EntryName
 };
-
-// Calibration generation: what the model says first behind a context, token by token, over its pages and over exact K and
-// V of the same tokens, which are read again for it (as long as a text handoff takes). The exact run chooses the tokens.
-// Errors: Attach's and Forward's.
-Result<SampleScore> CompareContinuation(std::shared_ptr<const Model> model, const Context& context, int n_tokens,
-                                        int n_threads);
 
 // The gate's text, about 4 KB.
 std::string_view QualityText();

@@ -240,6 +240,62 @@ TEST_F(Gate, AContextIsRefusedForItsPages) {
   }
 }
 
+TEST_F(Gate, AReaderThatRefinesNothingIsJudgedByTheBaseAlone) {
+  const auto model = Load({});
+  const auto gate_of = [&](double refine) {
+    return QualityGate(model, {.directory = dir_.path() + "/quality", .n_threads = 1, .refine = refine});
+  };
+  auto base = gate_of(0), few = gate_of(0.999), all = gate_of(1e-9);
+  const QualityVerdict of_base = Check(base, "3+4");
+  EXPECT_FALSE(of_base.kv.codecs.pair.refine);
+  EXPECT_TRUE(Check(base, "3").known);
+  const QualityVerdict of_few = Check(few, "3+4"), of_all = Check(all, "3+4");
+  EXPECT_FALSE(of_few.known);
+  EXPECT_FALSE(of_all.known);
+  EXPECT_LT(of_all.kl, of_base.kl / 2);
+  EXPECT_LT(of_all.kl, of_few.kl);
+
+  // What is written stays what was asked for.
+  const auto choice = base.Choose(Pair("3+4"));
+  ASSERT_TRUE(choice) << choice.error().message;
+  EXPECT_EQ(ToString(choice->kv), "3+4");
+
+  // A context is judged by what its reader sees of it.
+  const auto sequence = *Sequence::Create(model, {.n_ctx = 64, .n_threads = 1, .kv = Pair("3+4")});
+  ASSERT_TRUE(sequence->Forward(std::vector<Token>(40, 70)));
+  const auto context = sequence->Publish({});
+  ASSERT_TRUE(context) << context.error().message;
+  auto reader = gate_of(0.25);
+  ASSERT_TRUE(reader.Admit(*context));
+  EXPECT_TRUE(Check(reader, "3+4").known);
+}
+
+TEST_F(Gate, AContinuationIsComparedBehindTheReadersMatrices) {
+  const auto model = Load({});
+  std::vector<Token> tokens;
+  for (int i = 0; i < 600; ++i) tokens.push_back(3 + (i * 37 + i / 7) % 256);
+  auto made = Calibrate(model, tokens, 200, 1);
+  ASSERT_TRUE(made) << made.error().message;
+  const auto calibration = std::make_shared<const Calibration>(*std::move(made));
+  for (const char* kv : {"8", "k=5/3,v=4"}) {
+    SCOPED_TRACE(kv);
+    SequenceOptions options{.n_ctx = 128, .n_threads = 1, .kv = Pair(kv)};
+    options.calibration = calibration;
+    const auto sequence = *Sequence::Create(model, options);
+    ASSERT_TRUE(sequence->Forward(std::span(tokens).first(70)));
+    const auto context = sequence->Publish({});
+    ASSERT_TRUE(context) << context.error().message;
+    const QualityGate with(model, {.n_threads = 1, .calibration = calibration});
+    const auto score = with.CompareContinuation(*context, 5);
+    ASSERT_TRUE(score) << score.error().message;
+    EXPECT_GT(score->kl_mean(), 0);
+    if (std::string_view(kv) == "8") {
+      EXPECT_LT(score->kl_mean(), 1e-3);
+    }
+    EXPECT_FALSE(NewGate(model).CompareContinuation(*context, 5));
+  }
+}
+
 TEST_F(Gate, AContinuationOverExactPagesIsTheSame) {
   for (const char* kv : {"f16", "i4"}) {
     const auto model = Load({.k_outlier = 1 << 12, .q_scale = 16});
@@ -249,7 +305,7 @@ TEST_F(Gate, AContinuationOverExactPagesIsTheSame) {
     ASSERT_TRUE(sequence->Forward(tokens));
     const auto context = sequence->Publish({});
     ASSERT_TRUE(context) << context.error().message;
-    const auto score = CompareContinuation(model, *context, 5, 1);
+    const auto score = NewGate(model).CompareContinuation(*context, 5);
     ASSERT_TRUE(score) << score.error().message;
     ASSERT_EQ(score->n(), 5u);
     if (std::string_view(kv) == "f16") {

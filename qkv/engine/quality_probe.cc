@@ -73,25 +73,7 @@ double EncodeNs(const Sequence& sequence, const KvSize& size) {
   return 1e6 * sequence.stats().encode_ms / static_cast<double>(size.values);
 }
 
-}  // namespace
-
-KvSize SizeOf(const Context& context) {
-  KvSize size;
-  uint64_t bytes = 0, file_bytes = 0;
-  ForEachPage(context,
-              [&](const Segment& segment, size_t page, int /*tokens*/) { bytes += segment.layout(page).block_bytes; });
-  size.values =
-      ValuesPerToken(context.segments.front()->geometry()) * static_cast<uint64_t>(context.card.token_ids_size());
-  for (const auto& span : context.card.spans()) {
-    if (span.refinement_segment() == 0) continue;
-    bytes += span.n_pages() * PageLayout(context.segments.front()->geometry(), kRefinementCodecs).block_bytes;
-  }
-  for (const auto& segment : context.segments) file_bytes += segment->bytes();
-  size.bits_per_value = 8.0 * static_cast<double>(bytes) / static_cast<double>(size.values);
-  size.file_bits = 8.0 * static_cast<double>(file_bytes) / static_cast<double>(size.values);
-  return size;
-}
-
+// Nanoseconds per value to get a context's first pages back as fp32, one thread.
 double DecodeNs(const Context& context, const PqCodebooks* codebooks) {
   std::vector<float> rows;
   uint64_t values = 0;
@@ -118,6 +100,28 @@ double DecodeNs(const Context& context, const PqCodebooks* codebooks) {
   });
   const std::chrono::duration<double, std::nano> ns = std::chrono::steady_clock::now() - start;
   return values == 0 ? 0 : ns.count() / static_cast<double>(values);
+}
+
+}  // namespace
+
+KvSize SizeOf(const Context& context) {
+  KvSize size;
+  uint64_t bytes = 0, file_bytes = 0;
+  ForEachPage(context,
+              [&](const Segment& segment, size_t page, int /*tokens*/) { bytes += segment.layout(page).block_bytes; });
+  size.values =
+      ValuesPerToken(context.segments.front()->geometry()) * static_cast<uint64_t>(context.card.token_ids_size());
+  for (const auto& span : context.card.spans()) {
+    if (span.refinement_segment() == 0) continue;
+    bytes += span.n_pages() * PageLayout(context.segments.front()->geometry(), kRefinementCodecs).block_bytes;
+  }
+  for (const auto& segment : context.segments) {
+    bytes += segment->header().constants_bytes + segment->header().layers_bytes;
+    file_bytes += segment->bytes();
+  }
+  size.bits_per_value = 8.0 * static_cast<double>(bytes) / static_cast<double>(size.values);
+  size.file_bits = 8.0 * static_cast<double>(file_bytes) / static_cast<double>(size.values);
+  return size;
 }
 
 Result<std::unique_ptr<HandoffProbe>> HandoffProbe::Read(std::shared_ptr<const Model> model,
@@ -151,7 +155,6 @@ Result<ProbeResult> HandoffProbe::ScoreGroups(const ProbeCodec& codec) const {
   QKV_ASSIGN_OR_RETURN(const Context context, producer->Publish({}));
   ProbeResult result;
   result.size = SizeOf(context);
-  result.read_bits = result.size.bits_per_value;
   result.encode_ns = EncodeNs(*producer, result.size);
   result.decode_ns = DecodeNs(context, producer->codebooks());
   QKV_ASSIGN_OR_RETURN(const auto reader,
@@ -161,6 +164,8 @@ Result<ProbeResult> HandoffProbe::ScoreGroups(const ProbeCodec& codec) const {
   QKV_RETURN_IF_ERROR(reader->Attach(context));
   QKV_ASSIGN_OR_RETURN(const auto logits, AllLogits(*reader, scored_));
   result.score = reference_->ScoreAll(logits, next_);
+  result.refined_share = reader->stats().refined_share();
+  result.read_bits = reader->stats().read_bits();
   return result;
 }
 
@@ -234,8 +239,14 @@ Result<std::vector<float>> PagesProbe::Logits(const ProbeCodec& codec, ProbeResu
   const size_t half = read.size() / 2;
   QKV_ASSIGN_OR_RETURN(const auto sequence, NewSequence(model_, options_, codec, read.size(), /*pages_at_once=*/true));
   QKV_RETURN_IF_ERROR(sequence->Forward(read.first(half)));
+  const Sequence::Stats before = sequence->stats();
   QKV_ASSIGN_OR_RETURN(auto logits, AllLogits(*sequence, read.subspan(half)));
   if (result != nullptr) {
+    Sequence::Stats scored = sequence->stats();
+    scored.keys_with_refinement -= before.keys_with_refinement;
+    scored.keys_refined -= before.keys_refined;
+    result->refined_share = scored.refined_share();
+    result->read_bits = scored.read_bits();
     QKV_ASSIGN_OR_RETURN(const Context context, sequence->Publish({}));
     result->size = SizeOf(context);
     result->encode_ns = EncodeNs(*sequence, result->size);
@@ -287,6 +298,8 @@ Result<HopScores> HopsProbe::Score(const ProbeCodec& codec, KvSize& size) const 
     QKV_RETURN_IF_ERROR(sequence->Attach(context));
     QKV_ASSIGN_OR_RETURN(const auto chained, AllLogits(*sequence, HopTokens(hop, 0)));
     scores.chain.push_back(references_[hop].ScoreAll(chained, HopTokens(hop, 1)));
+    scores.refined_share.push_back(sequence->stats().refined_share());
+    scores.read_bits.push_back(sequence->stats().read_bits());
     QKV_ASSIGN_OR_RETURN(context, sequence->Publish({}));
 
     QKV_ASSIGN_OR_RETURN(const auto once, NewSequence(model_, options_, codec, tokens_.size()));

@@ -89,6 +89,21 @@ TEST_F(Probe, ExactPagesHaveNoDivergenceAndCoarserOnesMore) {
   EXPECT_GT(eight->size.file_bits, eight->size.bits_per_value);
 }
 
+// Per value 4 bits and a 64th of a scale's 16; and once per segment, for each layer, head and channel, halves of a mean
+// and of the first token's K and V, over two values of each of 70 tokens.
+TEST_F(Probe, RotatedPagesTakeTheirConstantsAsWell) {
+  ASSERT_EQ(TestModel()->params().head_dim, 64);
+  const auto probe = HandoffProbe::Read(TestModel(), tokens_, kPrefix, {});
+  ASSERT_TRUE(probe) << probe.error().message;
+  const auto four = (*probe)->Score({{CodecId::k4, CodecId::k4}, {}});
+  const auto refined = (*probe)->Score({{CodecId::k4, CodecId::k4, /*refine=*/true}, {}});
+  ASSERT_TRUE(four && refined);
+  EXPECT_NEAR(four->size.bits_per_value, 4.25 * 96 / 70 + 3 * 16.0 / (2 * 70), 1e-9);
+  EXPECT_NEAR(refined->size.bits_per_value, 8.5 * 96 / 70 + 3 * 16.0 / (2 * 70), 1e-9);
+  EXPECT_EQ(four->refined_share, 0);
+  EXPECT_DOUBLE_EQ(four->read_bits, 4.25);  // of pages alone
+}
+
 TEST_F(Probe, ATransformIsSeenInThePages) {
   const auto probe = HandoffProbe::Read(TestModel(), tokens_, kPrefix, {});
   ASSERT_TRUE(probe) << probe.error().message;
@@ -119,6 +134,27 @@ TEST_F(Probe, EverythingInPagesIsWorseThanAnExactPrefix) {
   EXPECT_GT(four->score.kl_mean(), 0);
 }
 
+TEST_F(Probe, WhatWasRefinedIsSaidOfEveryProtocol) {
+  const CodecPair kv{CodecId::k4, CodecId::k4, /*refine=*/true};
+  ProbeOptions options;
+  options.n_batch = 16;
+  const auto all = PagesProbe::Read(TestModel(), testing::SourceTokens(0, 129), options);
+  const auto hops = HopsProbe::Read(TestModel(), testing::SourceTokens(0, 64 + 2 * 40 + 1), 64, 2, options);
+  ASSERT_TRUE(all && hops);
+  KvSize size;
+  const auto pages = (*all)->Score({kv, {}});
+  const auto chain = (*hops)->Score({kv, {}}, size);
+  ASSERT_TRUE(pages && chain);
+  EXPECT_GT(pages->refined_share, 0);
+  EXPECT_LT(pages->refined_share, 1);
+  EXPECT_DOUBLE_EQ(pages->read_bits, 4.25 * (1 + pages->refined_share));
+  for (int hop = 0; hop < 2; ++hop) {
+    EXPECT_GT(chain->refined_share[hop], 0);
+    EXPECT_LT(chain->refined_share[hop], 1);
+    EXPECT_DOUBLE_EQ(chain->read_bits[hop], 4.25 * (1 + chain->refined_share[hop]));
+  }
+}
+
 TEST_F(Probe, HopsCompareAChainWithASingleHandoff) {
   const auto hops = HopsProbe::Read(TestModel(), testing::SourceTokens(0, 64 + 3 * 8 + 1), 64, 3, {});
   ASSERT_TRUE(hops) << hops.error().message;
@@ -137,8 +173,8 @@ TEST_F(Probe, HopsCompareAChainWithASingleHandoff) {
 }
 
 TEST(QualityCodecs, GgmlsRoundingIsItsOwnAndRotatedWhereItRotates) {
-  // A row of one value: rotated, it is 64 equal ones, which q8_0 holds as 127 steps of its scale; turned back, it is one
-  // value again, and nothing leaks into the others.
+  // A row of one value: rotated, it is 64 equal ones, which q8_0 holds as 127 steps of its scale; turned back, it is
+  // one value again, and nothing leaks into the others.
   std::vector<float> row(64, 0.0f);
   row[5] = 1;
   LikeGgml("q8_0", 64)(Side::kK, 0, 0, 0, 1, row.data());

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <optional>
+#include <system_error>
 #include <utility>
 
 #include "qkv/engine/calibration.h"
@@ -185,10 +186,14 @@ struct Sequence::Impl {
   std::vector<float> all_logits;
   Stats stats;
 
-  std::unique_ptr<PagedKv> NewKv() const {
-    return std::make_unique<PagedKv>(
-        model->geometry(), options.kv, model->weights_digest(), options.refine > 0, options.trace,
-        options.calibration ? options.calibration->digest() : std::array<uint8_t, 16>{}, options.codebooks);
+  Result<std::unique_ptr<PagedKv>> NewKv() const {
+    try {
+      return std::make_unique<PagedKv>(
+          model->geometry(), options.kv, model->weights_digest(), options.refine > 0, options.trace,
+          options.calibration ? options.calibration->digest() : std::array<uint8_t, 16>{}, options.codebooks);
+    } catch (const std::system_error& e) {
+      return Err(Code::kExhausted, Reason::kPoolFull, "could not start a thread: {}", e.what());
+    }
   }
   void UseKv(std::unique_ptr<PagedKv> other) {
     kv = std::move(other);
@@ -307,6 +312,8 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
       (options.kv.layers != nullptr && options.kv.layers->geometry() != model->geometry())) {
     return Err(Code::kInvalidArgument, "codecs of other layers than the model's");
   }
+  if (options.kv.pair.k == CodecId::kRefine4 || options.kv.pair.v == CodecId::kRefine4)
+    return Err(Code::kInvalidArgument, "a refinement plane is no codec to keep a context in");
   if (options.kv.pair.k == CodecId::kBands && options.calibration == nullptr)
     return Err(Code::kInvalidArgument, "keys in codec 5/3 need the matrices of 'qkvshare calibrate' (--bal)");
   QKV_RETURN_IF_ERROR(CheckGroups(KvChoice(options.kv, options.groups)));
@@ -357,7 +364,8 @@ Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> 
     if (!Fits(*codebooks, *impl->model)) return Err(Code::kIncompatible, "the codebooks are of another model");
     impl->identity.set_codebooks_digest(codebooks->digest());
   }
-  impl->UseKv(impl->NewKv());
+  QKV_ASSIGN_OR_RETURN(auto kv, impl->NewKv());
+  impl->UseKv(std::move(kv));
   return std::unique_ptr<Sequence>(new Sequence(std::move(impl)));
 }
 
@@ -373,6 +381,11 @@ Status Sequence::Attach(const Context& context) {
   return impl_->Attach(context, impl_->identity);
 }
 
+Status Sequence::CheckAttach(const Context& context) const {
+  QKV_RETURN_IF_ERROR(SpansOf(context, *impl_->model, impl_->identity, impl_->options.n_ctx));
+  return {};
+}
+
 Status Sequence::Impl::Attach(const Context& context, const ModelIdentity& expected) {
   Impl& s = *this;
   const CacheCard& card = context.card;
@@ -380,9 +393,13 @@ Status Sequence::Impl::Attach(const Context& context, const ModelIdentity& expec
   GroupedTokens groups = GroupsOf(card);
   if (!s.before) {  // else nothing that was attached since has been read
     const bool was_empty = s.tokens.empty();
+    std::unique_ptr<PagedKv> other;
+    if (!was_empty) {
+      QKV_ASSIGN_OR_RETURN(other, s.NewKv());
+    }
     s.before.emplace(Impl::Before{was_empty ? nullptr : std::move(s.kv), std::move(s.tokens), std::move(s.parents),
                                   std::move(s.logits), s.stats});
-    if (!was_empty) s.UseKv(s.NewKv());
+    if (!was_empty) s.UseKv(std::move(other));
   }
   s.kv->Reset(std::move(spans), std::move(groups));
   s.tokens.assign(card.token_ids().begin(), card.token_ids().end());

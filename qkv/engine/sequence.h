@@ -45,21 +45,23 @@ struct SequenceOptions {
   int n_threads = 2;
   int n_batch = 512;  // tokens per graph in prefill
   PageCodecs kv;      // of the pages that this sequence writes
-  // The tokens of the first Forward into an empty sequence, but for the newest ones, are grouped by importance when it ends
-  // (token_groups.h): those with most attention into pages of `kv`, the others into pages of groups->low, or nowhere. A
-  // prompt of which tail_budget_bytes made pages already, or of fewer than 96 tokens, is not grouped; nor is anything else. Not with codecs by layer.
+  // The tokens of the first Forward into an empty sequence, but for the newest ones, are grouped by importance when it
+  // ends (token_groups.h): those with most attention into pages of `kv`, the others into pages of groups->low, or
+  // nowhere. A prompt of which tail_budget_bytes made pages already, or of fewer than 96 tokens, is not grouped; nor is
+  // anything else. Not with codecs by layer.
   std::optional<TokenGroups> groups = {};
-  // Of pages with a refinement plane, the tokens whose weight may reach this share of the largest are read at full width.
-  // 0 reads the base plane alone; in 0..1.
+  // Of pages with a refinement plane, the tokens whose weight may reach this share of the largest are read at full
+  // width. 0 reads the base plane alone; in 0..1.
   double refine = kDefaultRefine;
-  // K and V of one Forward call stay fp16 until it ends, up to this many bytes; beyond it older pages are encoded early.
-  // 0: every page is used encoded from the batch on that follows the one that filled it, as if nothing were ever exact.
+  // K and V of one Forward call stay fp16 until it ends, up to this many bytes; beyond it older pages are encoded
+  // early. 0: every page is used encoded from the batch on that follows the one that filled it, as if nothing were ever
+  // exact.
   uint64_t tail_budget_bytes = uint64_t{1} << 30;
   // Called on the caller's thread after every batch of a Forward that takes more than one.
   std::function<void(size_t done, size_t total)> on_progress;
   RowObserver on_rows;
-  // `bal`: K is kept, and Q read, multiplied by these matrices. Contexts are then for readers with the same ones, and can't
-  // be spliced. May be null.
+  // `bal`: K is kept, and Q read, multiplied by these matrices. Contexts are then for readers with the same ones, and
+  // can't be spliced. May be null.
   std::shared_ptr<const Calibration> calibration;
   // Of pages in the codecs pq4 and pq2. Null: those beside the model (engine/codebooks.h), if there are any.
   std::shared_ptr<const PqCodebooks> codebooks;
@@ -77,8 +79,8 @@ struct Context {
 
 class Sequence {
  public:
-  // Errors: kInvalidArgument; kIncompatible (a calibration or codebooks of another model); ReadCodebooks' when the codec
-  // needs codebooks; kExhausted.
+  // Errors: kInvalidArgument; kIncompatible (a calibration or codebooks of another model); ReadCodebooks' when the
+  // codec needs codebooks; kExhausted.
   static Result<std::unique_ptr<Sequence>> Create(std::shared_ptr<const Model> model, const SequenceOptions& options);
   ~Sequence();
 
@@ -87,29 +89,33 @@ class Sequence {
   // Forward reads them. O(spans + tokens of the card), independent of the bytes. What was here before is kept until a
   // Forward succeeds.
   Status Attach(const Context& context);
-  // What a context's card must agree with: the model's identity, and the digests of calibration and codebooks if there are
-  // any.
+  // What Attach would say to it, with nothing changed: whether card and segments are what they must be.
+  Status CheckAttach(const Context& context) const;
+  // What a context's card must agree with: the model's identity, and the digests of calibration and codebooks if there
+  // are any.
   const ModelIdentity& identity() const;
   const PqCodebooks* codebooks() const;  // null: there are none
 
   // For evaluation: as if one Forward had read the tokens of `exact`, a context whose pages are all f16, into an empty
   // sequence. Its rows are copied into the tail, each [tokens][head_dim] of a page, side, layer and KV head by way of
-  // `transform` where there is one (and then of the calibration's matrices; `exact` is without). So a prefix is read once, and Publish gives it in any codec. Errors: Attach's, and
-  // kInvalidArgument for pages of another codec or of grouped tokens.
+  // `transform` where there is one (and then of the calibration's matrices; `exact` is without). So a prefix is read
+  // once, and Publish gives it in any codec. Errors: Attach's, and kInvalidArgument for pages of another codec or of
+  // grouped tokens.
   using RowTransform =
       std::function<void(Side side, int layer, int kv_head, int first_position, int tokens, float* rows)>;
   Status CopyExact(const Context& exact, const RowTransform& transform = {});
   // For evaluation: tokens whose keys and values were computed elsewhere, behind what is here, as fp16: [layer][token]
-  // [kv_head][head_dim], keys rotated to where they now stand. Errors: kInvalidArgument (sizes), kInvalidArgument/too_long.
+  // [kv_head][head_dim], keys rotated to where they now stand. Errors: kInvalidArgument (sizes),
+  // kInvalidArgument/too_long.
   Status AppendRows(std::span<const Token> tokens, std::span<const float> k, std::span<const float> v);
   const Rope& rope() const;  // as keys are rotated
 
   // Uses contexts behind what was read so far, in this order: an approximation (splice.h), unless a context's left out
-  // beginning is exactly what stands here, or it is used from its start behind nothing. What is here becomes pages; tokens
-  // that are to be repaired are read behind all that comes before them. Afterwards there are no logits until the next
-  // Forward. Errors: Attach's, for each context; kInvalidArgument (a token out of range, repair no multiple of a page);
-  // kIncompatible/codec_unsupported for a context of grouped tokens, unless it is used whole, from position 0 on;
-  // kIncompatible/quality_gate when no token would be seen that was encoded at the start; kExhausted;
+  // beginning is exactly what stands here, or it is used from its start behind nothing. What is here becomes pages;
+  // tokens that are to be repaired are read behind all that comes before them. Afterwards there are no logits until the
+  // next Forward. Errors: Attach's, for each context; kInvalidArgument (a token out of range, repair no multiple of a
+  // page); kIncompatible/codec_unsupported for a context of grouped tokens, unless it is used whole, from position 0
+  // on; kIncompatible/quality_gate when no token would be seen that was encoded at the start; kExhausted;
   // kCorrupt/checksum. On error the tokens are what they were.
   Result<SpliceResult> Splice(std::span<const SpliceSource> sources, const SpliceOptions& options);
 
@@ -118,7 +124,8 @@ class Sequence {
 
   // Appends tokens and computes the last one's logits. With no tokens, the last token is dropped and read again, which
   // is how a consumer that has nothing new to say gets logits. Errors: kInvalidArgument/too_long with both numbers
-  // (nothing changed), kCorrupt/checksum when a page fails its verification (nothing changed), kExhausted.
+  // (nothing changed), kCorrupt/checksum when a page fails its verification (nothing changed), kExhausted (the last
+  // token is gone if it was to be read again, else nothing changed).
   Status Forward(std::span<const Token> tokens);
 
   // [n_vocab], of the last token of the last Forward; valid until the next call.
@@ -148,8 +155,8 @@ class Sequence {
   // Forgets everything; attached segments are let go.
   void Clear();
 
-  // Drops the newest tokens, so that n_tokens are left; pages are cut by reference, never rewritten. Error: kInvalidArgument
-  // for tokens that were grouped with others that would stay.
+  // Drops the newest tokens, so that n_tokens are left; pages are cut by reference, never rewritten. Error:
+  // kInvalidArgument for tokens that were grouped with others that would stay.
   Status Truncate(int n_tokens);
 
   // Which of the first tokens stand in which group; nothing: all are in the order of the text.

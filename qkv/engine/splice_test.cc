@@ -56,7 +56,7 @@ std::shared_ptr<const Segment> SegmentOf(const std::vector<int>& tokens, int fir
     test::Take(writer->Append(kI8, n, static_cast<uint32_t>(first), [](std::byte*) {}));
     first += n;
   }
-  return test::Take(SegmentWriter::Seal(std::move(writer)));
+  return test::Take(SegmentWriter::Seal(writer));
 }
 
 // A context as contexts come to be: pieces that were made here or moved here, some with partial pages.

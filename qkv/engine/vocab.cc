@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <stdexcept>
 
 #include "qkv/engine/model_internal.h"
 
@@ -132,14 +133,18 @@ Result<std::vector<Token>> Vocab::Tokenize(std::string_view text, bool add_bos, 
     return Err(Code::kInvalidArgument, Reason::kTooLong, "text of {} bytes is too long to tokenize", text.size());
   }
   std::vector<Token> tokens(text.size() + 8);
-  const auto run = [&] {
-    return llama_tokenize(model_.internal().vocab, text.data(), static_cast<int32_t>(text.size()), tokens.data(),
-                          static_cast<int32_t>(tokens.size()), add_bos, with_special);
+  const auto run = [&]() -> Result<int32_t> {
+    try {
+      return llama_tokenize(model_.internal().vocab, text.data(), static_cast<int32_t>(text.size()), tokens.data(),
+                            static_cast<int32_t>(tokens.size()), add_bos, with_special);
+    } catch (const std::invalid_argument& e) {  // bytes that would be a code point beyond U+10FFFF
+      return Err(Code::kInvalidArgument, "the text is not UTF-8: {}", e.what());
+    }
   };
-  int32_t n = run();
+  QKV_ASSIGN_OR_RETURN(int32_t n, run());
   if (n < 0) {
     tokens.resize(static_cast<size_t>(-int64_t{n}));
-    n = run();
+    QKV_ASSIGN_OR_RETURN(n, run());
   }
   if (n < 0) return Err(Code::kInternal, "libllama could not tokenize {} bytes", text.size());
   tokens.resize(n);

@@ -56,6 +56,18 @@ TEST(Vocab, TextSurvivesTheRoundTrip) {
   }
 }
 
+TEST(Vocab, BytesThatAreNoTextAreReadOrRefused) {
+  const Vocab vocab(*TestModel());
+  for (const std::string text : {"\xff\xfe", "a\xc3", "\xed\xa0\x80", "\xf8\x88\x80\x80\x80"}) {
+    EXPECT_TRUE(vocab.Tokenize(text, false, false)) << text;
+  }
+  for (const std::string text : {"abc \xf4\x90\x80\x80 def", "\xf7\xbf\xbf\xbf"}) {  // beyond U+10FFFF
+    const auto tokens = vocab.Tokenize(text, false, false);
+    ASSERT_FALSE(tokens) << text;
+    EXPECT_EQ(tokens.error().code, Code::kInvalidArgument);
+  }
+}
+
 TEST(TextStream, NeverEmitsPartOfACharacter) {
   const Vocab vocab(*TestModel());
   const std::string text = "🌊é日🛶 ü";

@@ -256,6 +256,9 @@ TEST(FlowFileErrors, BadCodecSaysWhichThereAre) {
   EXPECT_EQ(ErrorOf("kv: i9\nagents: []\n"), "f.yaml:1:5: kv: " + ParseCodecPair("i9").error().message);
   EXPECT_EQ(ErrorOf("kv: tokens:0/8/4\nagents: []\n"),
             "f.yaml:1:5: kv: " + ParseKvChoice("tokens:0/8/4").error().message);
+  EXPECT_EQ(
+      ErrorOf("kv: layers:4.3\nagents: []\n"),
+      "f.yaml:1:5: kv: codecs by layer are made for one model; an agent's 'max_bytes' and run --kv-bits choose them");
   EXPECT_EQ(ErrorOf("kv: [i8, i9]\nagents: []\n"), "f.yaml:1:10: kv: " + ParseCodecPair("i9").error().message);
   EXPECT_EQ(ErrorOf("kv: [i8, i4, i8]\nagents: []\n"), "f.yaml:1:14: kv: i8 is there twice");
   EXPECT_EQ(ErrorOf("kv: k=5/3,v=4\nagents: [{name: a, prompt: x}]\n"), "no error") << "a run may be given --bal";

@@ -161,6 +161,11 @@ class Reader {
   Result<KvChoice> Codec(const Entry& entry, const YAML::Node& node) const {
     const YAML::Mark mark = node.Mark().is_null() ? entry.key_mark : node.Mark();
     if (!node.IsScalar()) return At(mark, "{}: expected a codec pair such as i8, found {}", entry.key, KindName(node));
+    if (node.Scalar().starts_with("layers:")) {
+      return At(mark,
+                "{}: codecs by layer are made for one model; an agent's 'max_bytes' and run --kv-bits choose them",
+                entry.key);
+    }
     auto choice = ParseKvChoice(node.Scalar());
     if (!choice) return Located(mark, Error{Code::kInvalidArgument, entry.key + ": " + choice.error().message});
     return choice;

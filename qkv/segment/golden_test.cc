@@ -44,7 +44,7 @@ Bytes MakeGoldenSegment() {
   };
   append(kF16Pair, 32, 0);
   append(kI8Pair, 5, 32);
-  return BytesOf(*Take(SegmentWriter::Seal(std::move(writer))));
+  return BytesOf(*Take(SegmentWriter::Seal(writer)));
 }
 
 Bytes GoldenSegment() {
@@ -149,7 +149,7 @@ Bytes MakeRotatedGoldenSegment() {
     }));
     position += 32;
   }
-  return BytesOf(*Take(SegmentWriter::Seal(std::move(writer))));
+  return BytesOf(*Take(SegmentWriter::Seal(writer)));
 }
 
 TEST(GoldenSegment, VersionTwoHoldsRotatedPagesAndTheirConstants) {
@@ -209,7 +209,7 @@ TEST(GoldenSegment, VersionTwoHoldsLayersOfTheirOwnCodecs) {
     auto writer = Take(SegmentWriter::Create(kSmall, 4096, kModelDigest, &constants,
                                              Take(LayerCodecs::Create(kSmall, std::array{kGoldenPairs[0]}))));
     Take(writer->Append(kLayersPair, 32, 0, [&](std::byte* page) { std::memcpy(page, of_pairs->page(0), 4096); }));
-    WriteFile(path, BytesOf(*Take(SegmentWriter::Seal(std::move(writer)))));
+    WriteFile(path, BytesOf(*Take(SegmentWriter::Seal(writer))));
   }
   const Bytes bytes = ReadFile(path);
   ASSERT_EQ(bytes.size(), 8192u);

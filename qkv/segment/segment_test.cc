@@ -285,7 +285,7 @@ Bytes LayeredSegmentBytes() {
     Take(writer->Append(kLayersPair, kPageTokens, page * kPageTokens,
                         [&](std::byte* data) { FillWithPattern(data, table->block_bytes(), page); }));
   }
-  return BytesOf(*Take(SegmentWriter::Seal(std::move(writer))));
+  return BytesOf(*Take(SegmentWriter::Seal(writer)));
 }
 
 void FixLayersChecksum(Bytes& bytes) {

@@ -4,6 +4,7 @@
 
 // For tests only: segments with known contents, and their bytes to damage.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -61,7 +62,23 @@ inline std::unique_ptr<SegmentWriter> WriterWithPages(const Geometry& geometry, 
 }
 
 inline std::shared_ptr<const Segment> SegmentWithPages(const Geometry& geometry, CodecPair codecs, size_t n_pages) {
-  return Take(SegmentWriter::Seal(WriterWithPages(geometry, codecs, n_pages)));
+  auto writer = WriterWithPages(geometry, codecs, n_pages);
+  return Take(SegmentWriter::Seal(writer));
+}
+
+// Duplicates of this process's writable descriptors of segments being written, by ascending number.
+inline std::vector<Fd> WritableSegmentDescriptors() {
+  std::vector<int> numbers;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code ignored;
+    const std::string target = std::filesystem::read_symlink(entry.path(), ignored).string();
+    if (target.find("memfd:qkv-segment") != std::string::npos) numbers.push_back(std::stoi(entry.path().filename()));
+  }
+  std::vector<Fd> found;
+  for (const int fd : numbers) {
+    if ((::fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDWR) found.emplace_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  }
+  return found;
 }
 
 inline Bytes BytesOf(const Segment& segment) {

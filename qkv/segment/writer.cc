@@ -172,7 +172,7 @@ Result<size_t> SegmentWriter::Append(CodecPair codecs, int tokens, uint32_t firs
   return table_.size() - 1;
 }
 
-Result<std::shared_ptr<const Segment>> SegmentWriter::Seal(std::unique_ptr<SegmentWriter> writer) {
+Result<std::shared_ptr<const Segment>> SegmentWriter::Seal(std::unique_ptr<SegmentWriter>& writer) {
   if (writer->table_.empty()) return Err(Code::kInvalidArgument, "segment: sealed without a page");
   SegmentHeader header{};
   header.magic = kSegmentMagic;
@@ -201,17 +201,20 @@ Result<std::shared_ptr<const Segment>> SegmentWriter::Seal(std::unique_ptr<Segme
   }
   header.header_checksum = HeaderChecksum(header, writer->table_);
 
-  QKV_RETURN_IF_ERROR(WriteAt(writer->fd_, 0, HeadBytes(header, writer->table_)));
-  QKV_RETURN_IF_ERROR(Truncate(writer->fd_, writer->next_offset_));
   // The unused part of the table's room as well: a hole would be filled when somebody reads it, and then nobody has
   // accounted for it.
   QKV_RETURN_IF_ERROR(TakeMemory(writer->fd_, 0, writer->data_offset_));
+  QKV_RETURN_IF_ERROR(WriteAt(writer->fd_, 0, HeadBytes(header, writer->table_)));
+  QKV_RETURN_IF_ERROR(Truncate(writer->fd_, writer->next_offset_));
+  writer->file_bytes_ = writer->next_offset_;
   KillPoint("segment.seal");
   QKV_RETURN_IF_ERROR(qkv::Seal(writer->fd_));
   KillPoint("segment.sealed");
-  return std::shared_ptr<const Segment>(new Segment(std::move(writer->read_only_fd_), std::move(writer->mapping_),
-                                                    header, std::move(writer->table_), std::move(writer->layers_),
-                                                    /*verified=*/true));
+  std::shared_ptr<const Segment> segment(new Segment(std::move(writer->read_only_fd_), std::move(writer->mapping_),
+                                                     header, std::move(writer->table_), std::move(writer->layers_),
+                                                     /*verified=*/true));
+  writer.reset();
+  return segment;
 }
 
 }  // namespace qkv

@@ -47,10 +47,12 @@ class SegmentWriter {
   const LayerCodecs* layers() const { return layers_.get(); }  // then the sealed segment's
   const std::byte* constants() const { return constants_bytes_ == 0 ? nullptr : mapping_.data() + constants_offset_; }
 
-  // Writes header and page table, trims the file, seals it. The returned segment keeps the writer's mapping, so that
-  // page addresses stay as they were; its pages count as verified. Its descriptor is read-only; the writable one is
-  // closed. At least one page must have been appended (else kInvalidArgument). After an error the writer is gone.
-  static Result<std::shared_ptr<const Segment>> Seal(std::unique_ptr<SegmentWriter> writer);
+  // Writes header and page table, trims the file, seals it; `writer` is null then. The returned segment keeps the
+  // writer's mapping, so that page addresses stay as they were; its pages count as verified. Its descriptor is read-only;
+  // the writable one is closed. At least one page must have been appended (else kInvalidArgument). After an error, of
+  // which kExhausted may pass, the writer is still there: its pages may be read, and it may be sealed later, perhaps with
+  // no room for more pages.
+  static Result<std::shared_ptr<const Segment>> Seal(std::unique_ptr<SegmentWriter>& writer);
 
  private:
   SegmentWriter() = default;

@@ -24,21 +24,6 @@ using ::testing::HasSubstr;
 
 constexpr size_t kSmallPage = 4096;  // f16 and i8 pages of kSmall alike: 2 x 2048, and 2 x 1088 rounded up
 
-// This process's writable descriptors of segments being written.
-std::vector<Fd> WritableSegmentDescriptors() {
-  std::vector<int> numbers;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code ignored;
-    const std::string target = std::filesystem::read_symlink(entry.path(), ignored).string();
-    if (target.find("memfd:qkv-segment") != std::string::npos) numbers.push_back(std::stoi(entry.path().filename()));
-  }
-  std::vector<Fd> found;
-  for (const int fd : numbers) {
-    if ((::fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDWR) found.emplace_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-  }
-  return found;
-}
-
 void ExpectPattern(const std::byte* page, size_t bytes, size_t index) {
   for (size_t i = 0; i < bytes; ++i) ASSERT_EQ(page[i], PatternByte(index, i)) << "page " << index << " byte " << i;
 }
@@ -66,7 +51,7 @@ TEST(SegmentWriter, WritesASegmentThatOpenReadsBack) {
       Take(writer->Append({CodecId::kI8, CodecId::kF16}, 5, 64, [&](std::byte* page) { page[7] = std::byte{9}; })), 2u);
   EXPECT_EQ(writer->n_pages(), 3u);
   const uint64_t bytes = writer->bytes();
-  const auto sealed = Take(SegmentWriter::Seal(std::move(writer)));
+  const auto sealed = Take(SegmentWriter::Seal(writer));
 
   const auto segment = Take(Segment::Open(Take(sealed->fd().Duplicate())));
   EXPECT_EQ(segment->geometry(), geometry);
@@ -117,7 +102,7 @@ TEST(SegmentWriter, KeepsPagesReadableAtTheirAddressWhileOthersAreAppendedAndAft
   stop = true;
   reader.join();
   EXPECT_EQ(wrong, 0u);
-  const auto segment = Take(SegmentWriter::Seal(std::move(writer)));
+  const auto segment = Take(SegmentWriter::Seal(writer));
   for (size_t i = 0; i < kPages; ++i) {
     ASSERT_EQ(segment->page(i), addresses[i]);
     ExpectPattern(segment->page(i), kSmallPage, i);
@@ -129,7 +114,7 @@ TEST(SegmentWriter, NobodyCanChangeASealedSegmentNotEvenItsProducer) {
   auto writer = WriterWithPages(kSmall, kF16Pair, 2);
   const std::vector<Fd> own = WritableSegmentDescriptors();
   ASSERT_EQ(own.size(), 1u);
-  const auto segment = Take(SegmentWriter::Seal(std::move(writer)));
+  const auto segment = Take(SegmentWriter::Seal(writer));
   const uint64_t bytes = segment->bytes();
 
   ExpectNobodyCanChange(own[0], bytes, EPERM);  // a writable descriptor from before the sealing
@@ -148,12 +133,24 @@ TEST(SegmentWriter, NobodyCanChangeASealedSegmentNotEvenItsProducer) {
   EXPECT_EQ(WritableSegmentDescriptors().size(), 1u);  // the duplicate made above: the writer's own is closed
 }
 
-TEST(SegmentWriter, DoesNotSealWhatSomebodyStillHasMappedWritable) {
+TEST(SegmentWriter, SealsWhatSomebodyHadMappedWritableOnlyWhenNobodyHasAndIsReadUntilThen) {
   auto writer = WriterWithPages(kSmall, kF16Pair, 1);
-  const std::vector<Fd> own = WritableSegmentDescriptors();
-  ASSERT_EQ(own.size(), 1u);
-  const Mapping writable = Take(Mapping::Map(own[0], Mapping::Access::kReadWrite, 0, 4096));
-  EXPECT_FALSE(SegmentWriter::Seal(std::move(writer)));
+  const std::byte* const page = writer->page(0);
+  {
+    const std::vector<Fd> own = WritableSegmentDescriptors();
+    ASSERT_EQ(own.size(), 1u);
+    const Mapping writable = Take(Mapping::Map(own[0], Mapping::Access::kReadWrite, 0, 4096));
+    EXPECT_FALSE(SegmentWriter::Seal(writer));
+  }
+  ASSERT_NE(writer, nullptr);
+  EXPECT_EQ(writer->page(0), page);
+  ExpectPattern(page, kSmallPage, 0);
+  EXPECT_FALSE(writer->Fits(kF16Pair));  // the file is trimmed
+  EXPECT_FALSE(writer->Append(kF16Pair, 32, 32, [](std::byte*) {}));
+  const auto segment = Take(SegmentWriter::Seal(writer));
+  EXPECT_EQ(writer, nullptr);
+  EXPECT_EQ(segment->page(0), page);
+  EXPECT_TRUE(segment->Verify(0, 1, 1));
 }
 
 TEST(SegmentWriter, RefusesAPageThatDoesNotFitAndStaysAsItWas) {
@@ -175,7 +172,7 @@ TEST(SegmentWriter, RefusesAPageThatDoesNotFitAndStaysAsItWas) {
   EXPECT_TRUE(writer->Fits(kI8Pair));  // a smaller one still does
   EXPECT_EQ(Take(writer->Append(kI8Pair, 32, 32, [](std::byte*) {})), 1u);
   EXPECT_FALSE(writer->Fits(kI8Pair));
-  EXPECT_TRUE(SegmentWriter::Seal(std::move(writer)));
+  EXPECT_TRUE(SegmentWriter::Seal(writer));
 }
 
 TEST(SegmentWriter, ReportsMemoryThatCannotBeTakenBeforeFilling) {
@@ -210,7 +207,7 @@ TEST(SegmentWriter, ReportsExhaustionWhenTheSystemGivesNoMemoryAndGoesOnWhenItDo
     if (refused || refused.error().code != Code::kExhausted || refused.error().reason != Reason::kPoolFull) ::_exit(4);
     if (writer->n_pages() != 0) ::_exit(5);
     if (!writer->Append(kF16Pair, 32, 0, [](std::byte* page) { page[0] = std::byte{1}; })) ::_exit(6);
-    ::_exit(SegmentWriter::Seal(std::move(writer)) ? 0 : 7);
+    ::_exit(SegmentWriter::Seal(writer) ? 0 : 7);
   }
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
@@ -243,7 +240,8 @@ TEST(SegmentWriter, RefusesUnusableArguments) {
   EXPECT_EQ(code(writer->Append(kF16Pair, 0, 0, [](std::byte*) {})), Code::kInvalidArgument);
   EXPECT_EQ(code(writer->Append(kF16Pair, 33, 0, [](std::byte*) {})), Code::kInvalidArgument);
   EXPECT_EQ(code(writer->Append(kF16Pair, 2, kMaxPosition - 1, [](std::byte*) {})), Code::kInvalidArgument);
-  EXPECT_EQ(code(SegmentWriter::Seal(std::move(writer))), Code::kInvalidArgument);  // no page yet
+  EXPECT_EQ(code(SegmentWriter::Seal(writer)), Code::kInvalidArgument);  // no page yet
+  EXPECT_NE(writer, nullptr);
 }
 
 TEST(SegmentWriter, CarriesConstantsThatOpenReadsBackAndKeepsTheirAddress) {
@@ -255,7 +253,7 @@ TEST(SegmentWriter, CarriesConstantsThatOpenReadsBackAndKeepsTheirAddress) {
   auto writer = Take(SegmentWriter::Create(geometry, 1 << 20, kModelDigest, &constants));
   for (const CodecPair pair : pairs) Take(writer->Append(pair, 32, 0, [](std::byte*) {}));
   const std::byte* const while_open = writer->constants();
-  const auto sealed = Take(SegmentWriter::Seal(std::move(writer)));
+  const auto sealed = Take(SegmentWriter::Seal(writer));
   EXPECT_EQ(sealed->constants(), while_open);
 
   const auto segment = Take(Segment::Open(Take(sealed->fd().Duplicate())));
