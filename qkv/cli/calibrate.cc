@@ -4,6 +4,7 @@
 // calibrate: learns the matrices of `bal` for a model on a text, the codebooks of pq4 and pq2, or how sensitive its layers
 // are, and keeps that beside the model.
 
+#include <cmath>
 #include <memory>
 #include <optional>
 
@@ -88,9 +89,9 @@ Result<std::optional<QualityVerdict>> Try(const std::shared_ptr<const Model>& mo
   return *verdict;
 }
 
-// A text unlike what the model will read makes matrices that are worse than none, and codebooks that fit nothing: such are
-// not kept. `kv`, behind what was made, may have `most_worse` times the KL of plain 4-bit pages. Returns what is to be said
-// of good ones.
+// A text unlike what the model will read makes matrices that are worse than none, and codebooks that fit nothing: such
+// are not kept. `kv`, behind what was made, may have `most_worse` times the KL of plain 4-bit pages, and the noise on
+// top, for few tokens are read. Returns what is to be said of good ones.
 Result<std::string> Tried(const Options& options, const std::shared_ptr<const Model>& model, CodecPair kv,
                           const QualityGateOptions& made, double most_worse) {
   constexpr CodecPair kPlain = {CodecId::k4, CodecId::k4};
@@ -100,7 +101,7 @@ Result<std::string> Tried(const Options& options, const std::shared_ptr<const Mo
   if (!with || !plain) return "";
   const std::string figures =
       fmt::format("mean KL over another text {:.2g}, of plain 4 bits {:.2g}", with->kl, plain->kl);
-  if (with->kl <= most_worse * plain->kl + with->noise_kl) return "; " + figures;  // noise: few tokens are read
+  if (std::isfinite(with->kl) && with->kl <= most_worse * plain->kl + with->noise_kl) return "; " + figures;
   return Err(
       Code::kInvalidArgument,
       "what was learned from '{}' hurts this model, and is not kept ({}): give it text like what the model will read",

@@ -271,6 +271,11 @@ TEST_F(AgentTest, AContextThatCannotBeAttachedIsRefusedForThatAndNeverMeasured) 
   ASSERT_TRUE(read) << read.error().message;
   EXPECT_EQ(read->mode, HandoffMode::kText);
   EXPECT_EQ(read->reason, Reason::kChecksum);
+  context->card.clear_spans();
+  context->card.clear_token_ids();
+  const Status empty = sequence->CheckAttach(*context);
+  ASSERT_FALSE(empty);
+  EXPECT_THAT(empty.error().message, HasSubstr("no tokens"));
   EXPECT_EQ(asked, 0);
   for (const CodecPair kv : {CodecPair{CodecId::kRefine4, CodecId::kRefine4}, {CodecId::k8, CodecId::kRefine4}}) {
     EXPECT_FALSE(Sequence::Create(TestModel(), {.kv = kv}));

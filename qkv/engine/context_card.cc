@@ -85,6 +85,9 @@ Result<std::vector<SegmentSpan>> SpansOf(const Context& context, const Model& mo
     return Err(Code::kCorrupt, Reason::kChecksum, "context '{}' came with {} segments, its card names {}", card.id(),
                context.segments.size(), card.segments_size());
   }
+  if (card.token_ids().empty()) {
+    return Err(Code::kCorrupt, Reason::kChecksum, "context '{}' has no tokens", card.id());
+  }
   if (card.token_ids_size() > n_ctx) {
     return Err(Code::kInvalidArgument, Reason::kTooLong, "context '{}' has {} tokens, this agent's context size is {}",
                card.id(), card.token_ids_size(), n_ctx);

@@ -90,6 +90,7 @@ PagedKv::~PagedKv() {
 
 void PagedKv::Reset(std::vector<SegmentSpan> spans, GroupedTokens groups) {
   (void)SettleSubmitted();  // the encoder must not touch what is dropped here
+  done_.clear();
   records_.clear();
   record_refs_.clear();
   tail_.clear();
@@ -226,7 +227,10 @@ Status PagedKv::BeginStep(int n, Settle settle) {
   const int lag = settle == Settle::kAll ? 0 : kEncodeLagTokens;
   while (settle != Settle::kNone && !tail_.empty() && tail_.front().submitted_at >= 0 &&
          n_tokens_ >= tail_.front().submitted_at + lag) {
-    QKV_RETURN_IF_ERROR(SettleFront());
+    if (Status settled = SettleFront(); !settled) {
+      RebuildRefs();
+      return settled;
+    }
   }
   for (int left = n; left > 0;) {
     if (tail_.empty() || tail_.back().tokens == kPageTokens || tail_.back().submitted_at >= 0) {
@@ -562,12 +566,7 @@ void PagedKv::EncoderMain() {
     const Job job = jobs_.front();
     lock.unlock();
     const auto start = std::chrono::steady_clock::now();
-    Encoded encoded;
-    try {
-      encoded = Encode(job);
-    } catch (const std::bad_alloc&) {
-      encoded.status = Err(Code::kExhausted, Reason::kPoolFull, "no memory left to encode a page");
-    }
+    Encoded encoded = Encode(job);
     const double ms = MsSince(start);
     lock.lock();
     encode_ms_ += ms;
@@ -609,7 +608,10 @@ PagedKv::Encoded PagedKv::Encode(const Job& job) {
   } else {
     encode(nullptr);
   }
-  if (!page) return failed(page.error());  // a page of the refinement segment is then in vain
+  if (!page) {
+    if (encoder.kv().refine) refinement_writer_->DropLast();
+    return failed(page.error());
+  }
   PageRef ref{.data = writer_->page(*page), .codecs = encoder.base(), .tokens = job.page.tokens};
   if (NeedsConstants(encoder.kv())) {
     ref.constants = writer_->constants();
@@ -640,10 +642,10 @@ Status PagedKv::OpenWriter(const PageEncoder& encoder) {
 
 Status PagedKv::SealWriter() {
   const TraceSpan span(trace_, "seal");
-  if (refinement_writer_ != nullptr && refinement_writer_->n_pages() > 0) {
-    QKV_ASSIGN_OR_RETURN(sealed_refinement_, SegmentWriter::Seal(refinement_writer_));
-  }
   if (writer_->n_pages() > 0) {
+    if (refinement_writer_ != nullptr && refinement_writer_->n_pages() > 0) {
+      QKV_ASSIGN_OR_RETURN(sealed_refinement_, SegmentWriter::Seal(refinement_writer_));
+    }
     QKV_ASSIGN_OR_RETURN(auto segment, SegmentWriter::Seal(writer_));
     sealed_.push_back({std::move(segment), std::move(sealed_refinement_)});
   }

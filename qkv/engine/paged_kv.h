@@ -171,7 +171,7 @@ class PagedKv {
   void Submit(TailPage& page, int first_position);
   void SubmitFull();
   // Waits for the front tail page, which has been submitted, and moves it to the records. If it could not be encoded it
-  // goes to the encoder once more; on error it stays in the tail, and is tried again by the next call.
+  // goes to the encoder once more, and on error again, for the next call; it then stays in the tail.
   Status SettleFront();
   Status SettleSubmitted();
   int settled_tokens() const;

@@ -26,7 +26,7 @@ constexpr GateReading kShortReading = {.samples = 1, .prefix = 128, .scored = 64
 // Multiply-adds with weights, about 15 s of two cores: a model that needs more for kReading gets kShortReading.
 constexpr double kMaxWork = 2e12;
 constexpr size_t kMinScored = 8;
-constexpr size_t kScoredSingly = 32;
+constexpr size_t kScoredSingly = 64;  // of all stretches
 constexpr size_t kMaxEntryBytes = 512;
 // How much more noise than the floor's a healthy codec may show: it is measured on few tokens.
 constexpr double kNoiseFactor = 3;
@@ -163,15 +163,15 @@ void QualityGate::Remember(const QualityVerdict& verdict) const {
 Result<QualityVerdict> QualityGate::Measure(const KvChoice& kv) {
   QKV_ASSIGN_OR_RETURN(const auto tokens, Vocab(*model_).Tokenize(QualityText(), false, false));
   GateReading reading = ReadingOf(model_->params(), tokens.size());
-  // Tokens that are read together share what they refine: here each is read by itself, and fewer are.
-  const bool singly = kv.codecs.pair.refine;
-  if (singly) reading.scored = std::min(reading.scored, kScoredSingly);
   if (reading.scored == 0) {
     return Err(Code::kInvalidArgument,
                "the quality gate's text has {} tokens with this vocabulary, and the context "
                "size is {}: too few to measure (--quality-gate off)",
                tokens.size(), model_->params().n_ctx_train);
   }
+  // Tokens that are read together share what they refine: here each is read by itself, and fewer are.
+  const bool singly = kv.codecs.pair.refine;
+  if (singly) reading.scored = std::min(reading.scored, kScoredSingly / reading.samples);
   size_t done = 0;
   const auto report = [&](size_t more) {
     if (options_.on_progress) options_.on_progress(done + more, reading.tokens());
@@ -237,7 +237,7 @@ Result<QualityVerdict> QualityGate::Check(const KvChoice& written) {
 Result<QualityGate::Choice> QualityGate::Choose(const KvChoice& kv) {
   Choice choice;
   std::vector<KvChoice> rungs = {kv};
-  for (const CodecPair better : LadderAbove(kv)) rungs.emplace_back(better);
+  for (const CodecPair better : LadderAbove(AsRead(kv))) rungs.emplace_back(better);
   for (const KvChoice& rung : rungs) {
     QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, Check(rung));
     choice.kv = rung;

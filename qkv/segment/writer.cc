@@ -172,6 +172,11 @@ Result<size_t> SegmentWriter::Append(CodecPair codecs, int tokens, uint32_t firs
   return table_.size() - 1;
 }
 
+void SegmentWriter::DropLast() {
+  next_offset_ = table_.back().offset;
+  table_.pop_back();
+}
+
 Result<std::shared_ptr<const Segment>> SegmentWriter::Seal(std::unique_ptr<SegmentWriter>& writer) {
   if (writer->table_.empty()) return Err(Code::kInvalidArgument, "segment: sealed without a page");
   SegmentHeader header{};

@@ -39,6 +39,9 @@ class SegmentWriter {
   Result<size_t> Append(CodecPair codecs, int tokens, uint32_t first_position,
                         const std::function<void(std::byte* page)>& fill);
 
+  // Takes back the last page, which `fill` must have left as it was: zero.
+  void DropLast();
+
   size_t n_pages() const { return table_.size(); }
   uint64_t bytes() const { return next_offset_; }  // what the segment would take if sealed now
   // The table never moves: room for all its entries is made at the start, so Append does not disturb this.

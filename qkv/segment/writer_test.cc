@@ -175,6 +175,18 @@ TEST(SegmentWriter, RefusesAPageThatDoesNotFitAndStaysAsItWas) {
   EXPECT_TRUE(SegmentWriter::Seal(writer));
 }
 
+TEST(SegmentWriter, WhatIsTakenBackMakesRoomForAnother) {
+  auto writer = Take(SegmentWriter::Create(kSmall, 2 * kSmallPage, kModelDigest));
+  const auto fill = [](size_t index) { return [=](std::byte* page) { FillWithPattern(page, kSmallPage, index); }; };
+  Take(writer->Append(kF16Pair, 32, 0, fill(0)));
+  Take(writer->Append(kF16Pair, 32, 32, [](std::byte*) {}));
+  EXPECT_FALSE(writer->Fits(kF16Pair));
+  writer->DropLast();
+  EXPECT_EQ(writer->n_pages(), 1u);
+  EXPECT_EQ(Take(writer->Append(kF16Pair, 32, 32, fill(1))), 1u);
+  EXPECT_EQ(BytesOf(*Take(SegmentWriter::Seal(writer))), BytesOf(*SegmentWithPages(kSmall, kF16Pair, 2)));
+}
+
 TEST(SegmentWriter, ReportsMemoryThatCannotBeTakenBeforeFilling) {
   auto writer = Take(SegmentWriter::Create(kSmall, 4 * kSmallPage, kModelDigest));
   // The file is cut down to the head and may not grow: taking a page's memory fails, touching it would raise SIGBUS.
