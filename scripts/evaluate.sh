@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs what docs/EVALUATION.md shows of TEXT, WikiText-2's test split. Scores are kept in FOLDER: a run that was
 # interrupted goes on, and a run that is complete prints its tables at once. They are of one build: another one wants
-# another FOLDER. Alone on two cores all of it takes about an hour and a quarter.
+# another FOLDER. On two cores all of it takes an hour or more.
 # Usage: scripts/evaluate.sh TEXT FOLDER [STEP ...]
 # Steps: handoff layers refine all hops depth recall pq tokens splice recall-splice; without any, all of them.
 set -euo pipefail
