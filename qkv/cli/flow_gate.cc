@@ -6,8 +6,6 @@
 #include <map>
 #include <set>
 
-#include "qkv/cli/progress.h"
-#include "qkv/engine/cache_file.h"
 #include "qkv/engine/layer_sensitivity.h"
 
 namespace qkv::cli {
@@ -15,15 +13,14 @@ namespace {
 
 struct ModelGate {
   std::shared_ptr<const Model> model;
-  std::shared_ptr<const Calibration> calibration;  // null: keys are kept as they are
   std::unique_ptr<HandoffQuality> quality;
 };
 
 Result<ModelGate> GateOf(const QualityFlags& flags, const Flow& flow, const RunOptions& run,
                          std::shared_ptr<const Model> model) {
   QKV_ASSIGN_OR_RETURN(auto calibration, CalibrationOf({.balanced = flow.bal}, *model));
-  auto quality = std::make_unique<HandoffQuality>(flags, model, TotalThreads(flow), calibration, run.refine);
-  return ModelGate{std::move(model), std::move(calibration), std::move(quality)};
+  auto quality = std::make_unique<HandoffQuality>(flags, model, TotalThreads(flow), std::move(calibration), run.refine);
+  return ModelGate{std::move(model), std::move(quality)};
 }
 
 uint64_t BytesOf(const Geometry& geometry, CodecPair codecs, int n_tokens) {
@@ -33,26 +30,20 @@ uint64_t BytesOf(const Geometry& geometry, CodecPair codecs, int n_tokens) {
 }
 
 // Its worker takes the best codecs within max_bytes. Better ones that the gate would rather have must keep to it as well.
-Status GateLimit(const QualityFlags& flags, const Flow& flow, const RunOptions& run, const ModelGate& gate,
-                 FlowAgent& agent) {
+Status GateLimit(const QualityFlags& flags, const Flow& flow, const ModelGate& gate, FlowAgent& agent) {
   const auto best = BestWithinBytes(*gate.model, agent.max_bytes, flow.n_ctx);
   if (!best) return {};  // the run will say so
-  Progress progress("quality gate");
-  QualityGate judge(gate.model, {.directory = CacheDirectory("quality"),
-                                 .n_threads = TotalThreads(flow),
-                                 .on_progress = [&](size_t done, size_t total) { progress.Update(done, total); },
-                                 .calibration = gate.calibration,
-                                 .refine = run.refine});
-  QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, judge.Check(*best));
+  HandoffQuality& quality = *gate.quality;
+  QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, quality.gate().Check(*best));
   if (verdict.Within()) return {};
   const std::string found =
       fmt::format("{}: agent '{}': codec '{}', the best within its max_bytes ({}), hurts this model: {}", flow.path,
                   agent.name, ToString(*best), agent.max_bytes, verdict.Describe());
   if (flags.gate == "warn") {
-    progress.Note("qkvshare: " + found);
+    quality.Note(found);
     return {};
   }
-  QKV_ASSIGN_OR_RETURN(const QualityGate::Choice choice, judge.Choose(*best));
+  QKV_ASSIGN_OR_RETURN(const QualityGate::Choice choice, quality.gate().Choose(*best));
   const uint64_t bytes = BytesOf(gate.model->geometry(), choice.kv.codecs.pair, flow.n_ctx);
   if (bytes > agent.max_bytes) {
     return Err(Code::kInvalidArgument, Reason::kQualityGate,
@@ -60,7 +51,7 @@ Status GateLimit(const QualityFlags& flags, const Flow& flow, const RunOptions& 
                "with --quality-gate warn",
                found, ToString(choice.kv), bytes, flow.n_ctx);
   }
-  progress.Note(fmt::format("qkvshare: {}; using '{}' instead (--quality-gate)", found, ToString(choice.kv)));
+  quality.Note(fmt::format("{}; using '{}' instead (--quality-gate)", found, ToString(choice.kv)));
   agent.kv = choice.kv;
   agent.max_bytes = 0;
   return {};
@@ -118,7 +109,7 @@ Status GateFlow(const QualityFlags& flags, Flow& flow, RunOptions& run) {
     const auto gate = gates.find(agent.model.empty() ? flow.model : agent.model);
     if (gate == gates.end()) continue;
     if (agent.max_bytes > 0) {
-      QKV_RETURN_IF_ERROR(GateLimit(flags, flow, run, gate->second, agent));
+      QKV_RETURN_IF_ERROR(GateLimit(flags, flow, gate->second, agent));
     } else if (agent.kv) {
       QKV_ASSIGN_OR_RETURN(agent.kv, gate->second.quality->Choose(*agent.kv));
     }

@@ -50,19 +50,23 @@ HandoffQuality::HandoffQuality(const QualityFlags& flags, std::shared_ptr<const 
                                .refine = refine}) {}
 HandoffQuality::~HandoffQuality() = default;
 
+void HandoffQuality::Note(const std::string& text) {
+  shown_->Note(text);
+}
+
 Result<KvChoice> HandoffQuality::Choose(const KvChoice& kv) {
   if (flags_.gate == "off") return kv;
   if (flags_.gate == "warn") {
     QKV_ASSIGN_OR_RETURN(const QualityVerdict verdict, gate_.Check(kv));
     if (!verdict.Within()) {
-      shown_->Note(fmt::format("codec '{}' hurts this model: {}", ToString(kv), verdict.Describe()));
+      Note(fmt::format("codec '{}' hurts this model: {}", ToString(kv), verdict.Describe()));
     }
     return kv;
   }
   QKV_ASSIGN_OR_RETURN(const QualityGate::Choice choice, gate_.Choose(kv));
   if (!(choice.kv == kv)) {
-    shown_->Note(fmt::format("codec '{}' hurts this model: {}; using '{}' instead (--quality-gate)", ToString(kv),
-                             choice.verdicts.front().Describe(), ToString(choice.kv)));
+    Note(fmt::format("codec '{}' hurts this model: {}; using '{}' instead (--quality-gate)", ToString(kv),
+                     choice.verdicts.front().Describe(), ToString(choice.kv)));
   }
   return choice.kv;
 }
@@ -72,7 +76,7 @@ Status HandoffQuality::Admit(const Context& context) {
   if (flags_.gate != "off") {
     if (Status admitted = gate_.Admit(context); !admitted) {
       if (flags_.gate == "enforce" || admitted.error().reason != Reason::kQualityGate) return admitted;
-      shown_->Note(fmt::format("context '{}': {}", context.card.id(), admitted.error().message));
+      Note(fmt::format("context '{}': {}", context.card.id(), admitted.error().message));
     }
   }
   if (flags_.calibration_tokens == 0) return {};
@@ -82,7 +86,7 @@ Status HandoffQuality::Admit(const Context& context) {
       "{} tokens over its pages and over exact ones: mean KL {:.2g} (at most {:.2g}), "
       "same first choice {:.1f} %",
       score.n(), calibration_->kl.value, flags_.calibration_kl, 100 * calibration_->top1.value);
-  shown_->Note(fmt::format("context '{}': {}", context.card.id(), figures));
+  Note(fmt::format("context '{}': {}", context.card.id(), figures));
   if (calibration_->kl.value <= flags_.calibration_kl) return {};
   return Err(Code::kIncompatible, Reason::kQualityGate, "{}", figures);
 }

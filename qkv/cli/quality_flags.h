@@ -38,6 +38,10 @@ class HandoffQuality {
   // For Agent::AdmitBy. Errors: kIncompatible/quality_gate, with the figures; the gate's.
   Status Admit(const Context& context);
 
+  // For more than Choose says: with the same cache, and the same progress on a terminal.
+  QualityGate& gate() { return gate_; }
+  void Note(const std::string& text);  // a line on stderr
+
   // Of the last context that was admitted or refused after --calibration-tokens.
   const std::optional<QualitySummary>& calibration() const { return calibration_; }
 

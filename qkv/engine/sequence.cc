@@ -21,6 +21,7 @@
 #include "qkv/engine/model_internal.h"
 #include "qkv/engine/paged_kv.h"
 #include "qkv/engine/placement.h"
+#include "qkv/engine/sequence_options.h"
 
 namespace qkv {
 namespace {
@@ -300,23 +301,7 @@ Sequence::Sequence(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Sequence::~Sequence() = default;
 
 Result<std::unique_ptr<Sequence>> Sequence::Create(std::shared_ptr<const Model> model, const SequenceOptions& options) {
-  if (options.n_ctx < 1) return Err(Code::kInvalidArgument, "context size is {}, expected at least 1", options.n_ctx);
-  if (options.n_threads < 1 || options.n_threads > GGML_MAX_N_THREADS) {
-    return Err(Code::kInvalidArgument, "{} threads, expected 1 to {}", options.n_threads, GGML_MAX_N_THREADS);
-  }
-  if (options.n_batch < 1)
-    return Err(Code::kInvalidArgument, "batch of {} tokens, expected at least 1", options.n_batch);
-  if (!(options.refine >= 0 && options.refine <= 1))
-    return Err(Code::kInvalidArgument, "refinement of tokens from a share of {} on, expected 0 to 1", options.refine);
-  if ((options.kv.pair == kLayersPair) != (options.kv.layers != nullptr) ||
-      (options.kv.layers != nullptr && options.kv.layers->geometry() != model->geometry())) {
-    return Err(Code::kInvalidArgument, "codecs of other layers than the model's");
-  }
-  if (options.kv.pair.k == CodecId::kRefine4 || options.kv.pair.v == CodecId::kRefine4)
-    return Err(Code::kInvalidArgument, "a refinement plane is no codec to keep a context in");
-  if (options.kv.pair.k == CodecId::kBands && options.calibration == nullptr)
-    return Err(Code::kInvalidArgument, "keys in codec 5/3 need the matrices of 'qkvshare calibrate' (--bal)");
-  QKV_RETURN_IF_ERROR(CheckGroups(KvChoice(options.kv, options.groups)));
+  QKV_RETURN_IF_ERROR(CheckOptions(options, *model));
   auto impl = std::make_unique<Impl>(options.n_threads);
   const HyperParams& p = model->params();
   ggml_threadpool_params pool_params = ggml_threadpool_params_default(options.n_threads);
