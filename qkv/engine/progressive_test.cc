@@ -298,6 +298,31 @@ TEST(Progressive, WhatCouldNotBeEncodedLeavesTheTokensThatWereThere) {
   EXPECT_EQ(Checksums(PublishedBy(*troubled)), Checksums(PublishedBy(*untroubled)));
 }
 
+TEST(Progressive, AReadingThatFailsBehindItsFirstStepIsTakenBack) {
+  // Pages are settled at every step of a reading, and handing over leaves no segment open.
+  const SequenceOptions options{.n_batch = 32, .tail_budget_bytes = 0};
+  const std::vector<Token> first = SourceTokens(60, 64), second = SourceTokens(300, 96);
+  auto untroubled = NewSequence("4+4", options), troubled = NewSequence("4+4", options);
+  for (Sequence* sequence : {untroubled.get(), troubled.get()}) {
+    Read(*sequence, first);
+    PublishedBy(*sequence);
+  }
+  Read(*untroubled, second);
+
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const rlimit tight{.rlim_cur = 0, .rlim_max = limit.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &tight), 0);
+  const Status failed = troubled->Forward(second);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  ASSERT_FALSE(failed);
+  EXPECT_EQ(troubled->tokens(), first);
+
+  Read(*troubled, second);
+  EXPECT_EQ(Logits(*troubled), Logits(*untroubled));
+  EXPECT_EQ(Checksums(PublishedBy(*troubled)), Checksums(PublishedBy(*untroubled)));
+}
+
 TEST(Progressive, WithoutRefiningThePagesAreStillStoredWithBothPlanes) {
   auto sequence = NewSequence("4+4", {.refine = 0});
   Read(*sequence, SourceTokens(0, 100));
